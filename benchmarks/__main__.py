@@ -24,12 +24,12 @@ from foo_ops import info
 
 RESULTS = Path("benchmarks/results/latest.json")
 WIDTH = 250
-"""Of the tables where the output is no terminal."""
+"""Width of the tables if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How much is measured: the sizes, the time, the first calls, and how often each."""
+    """Sizes, time limits, first calls, and the number of processes for each first call."""
 
     sizes: cases.Sizes
     limits: Limits
@@ -99,8 +99,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str]]:
-    """Measure the rows of these tables; yield them after each table, and a sentence if two threads
-    get one core only.
+    """Measure the rows of these tables; yield all results after each table.
+
+    Each yield also has a sentence if two threads get one core only, else an empty one.
     """
     processors = info.usable_processors()
     todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]
@@ -125,7 +126,7 @@ def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str
 
 
 def dashed(section: str) -> str:
-    """Return a table's name as the command line has it."""
+    """Return a table's name as on the command line."""
     return section.replace(" ", "-")
 
 

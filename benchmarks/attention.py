@@ -1,4 +1,4 @@
-"""Make foo::attention, and what one would call instead, ready for a `Workload`."""
+"""Contenders for a `Workload`: foo::attention, and the functions that one would call instead."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from foo_ops.ops.attention.dense import attention
 from foo_ops.ops.attention.varlen import attention_varlen
 
 LARGEST_SCORES = 1 << 30
-"""Bytes of the matrix of scores for which the math backend, which keeps several, takes part."""
+"""Most bytes of the score matrix for the math backend, which keeps several of them."""
 FLEX_SHORTEST = 512
-"""Queries of FlexAttention: up to its block of 128 it needs a compilation of its own."""
+"""Fewest queries for FlexAttention: up to its block of 128 it needs a separate compilation."""
 
 
 def contenders(workload: Workload) -> Contenders:
@@ -41,7 +41,7 @@ def contenders(workload: Workload) -> Contenders:
 
 
 def has_fused_kernel(workload: Workload) -> bool:
-    """Return whether PyTorch has one; it takes a mask that needs no gradient."""
+    """Return whether PyTorch has a fused kernel, which supports masks without gradient only."""
     return not (workload.has_bias or workload.dropout_p or workload.value_dim)
 
 
@@ -51,10 +51,10 @@ def score_bytes(workload: Workload) -> int:
 
 
 def flex_takes_part(workload: Workload) -> bool:
-    """Return whether FlexAttention can do it on CPUs, and it is worth the time to compile it.
+    """Return whether FlexAttention supports the workload on CPUs, and is worth compiling.
 
-    That takes 7 s for each row and number of threads, unless the row before differs in the length
-    alone. So it does without float16, in which it is slowest, and without other numbers of heads.
+    Compilation takes 7 s per row and number of threads, unless only the length differs from the
+    previous row. So float16, in which it is slowest, and other numbers of heads are left out.
     """
     if workload.is_backward or workload.has_bias or workload.dropout_p or workload.value_dim:
         return False
@@ -124,7 +124,7 @@ def flex(workload: Workload) -> Local:
         function = with_batch(function)
     inputs = dataclasses.replace(workload, copies=1).inputs()[0]
     for threads in THREADS:
-        # Compiled at the first call on each number of threads, which the code has as a constant.
+        # Compiled at the first call for each number of threads, which is a constant in the code.
         with torch_threads(threads):
             function(*inputs)
     return local(workload, function)
@@ -132,13 +132,13 @@ def flex(workload: Workload) -> Local:
 
 @lru_cache(maxsize=1)
 def compiled_flex(any_length: Workload) -> Callable[..., Any]:
-    """Compile once for all workloads that differ in lengths alone, which costs no speed."""
+    """Compile once for all workloads that differ only in lengths, which costs no speed."""
     torch.compiler.reset()
     return torch.compile(flex_attention, dynamic=True)
 
 
 def mask_mod(workload: Workload) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Say in FlexAttention's form which keys a query sees."""
+    """Return the mask of a workload as a mask_mod."""
     if workload.is_packed:
         lengths = torch.tensor(workload.sequence_lengths())
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -153,7 +153,7 @@ def upper_left(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def with_batch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Turn packed sequences into one batch, heads first, for a function that takes one."""
+    """Wrap a function of (batch, heads, ...) for packed sequences, as a batch of one."""
 
     def call(*inputs: Tensor) -> Tensor:
         return function(*(tensor.transpose(0, 1)[None] for tensor in inputs))[0].transpose(0, 1)

@@ -1,7 +1,7 @@
-"""Keep processors from resting: after a rest of 20 ms the next 50 ms take 1.2 times as long.
+"""Keep processors awake: after 20 ms of idling, the next 50 ms take 1.2 times as long.
 
-A process that waits, for zentorch's or for a compiler, rests; then the next contender would pay
-for it. ``python -m benchmarks.awake PROCESSOR PARENT`` keeps one processor busy.
+A process that waits, for zentorch's or for a compiler, idles; the next contender would pay for it.
+``python -m benchmarks.awake PROCESSOR PARENT`` keeps one processor busy.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YIELDS = 10_000
-"""Between two looks at whether the parent is there: some milliseconds."""
+"""Yields between two checks that the parent is alive: some milliseconds."""
 
 
 @contextmanager
 def processors_awake() -> Iterator[None]:
-    """Keep each usable processor busy with a process that gives way to all others."""
+    """Keep each usable processor busy with a process that yields to all others."""
     busy = []
     try:
         for processor in sorted(os.sched_getaffinity(0)):
@@ -33,11 +33,11 @@ def processors_awake() -> Iterator[None]:
 
 
 def keep_awake(processor: int, parent: int) -> None:
-    """Offer a processor to others, which the kernel prefers, over and over while the parent lives.
+    """Yield a processor to others in a loop, as long as the parent lives.
 
-    One that only counted would keep a processor that others want for 4 ms now and then.
+    A process that only counted would now and then hold a processor that others need for 4 ms.
     """
-    # Ctrl-C ends the parent, and then this.
+    # Ctrl-C ends the parent, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""List the cases that are measured: a new line of the benchmark is a new case here."""
+"""Lists the cases of the benchmark; a new row is a new case here."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"is_causal": True, "window": 128},
     {"is_causal": True, "is_packed": True},
 )
-"""What PyTorch has no fused kernel for, or computes in full: the first are those of DeepSeek."""
+"""Options without a fused kernel in PyTorch, or computed in full. The first are DeepSeek's."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is.
+    """Sizes of all cases.
 
     Attributes:
-        elements: of abs.
-        rows: of the operators beside attention.
-        tokens: of the loss of a linear layer.
-        classes: of the same.
-        dtypes: of attention.
-        lengths: of queries and keys.
-        head_dims: with all dtypes, directions and masks.
-        single_head: length with one head, for the scaling over threads.
-        shared: length with 32 heads that share 8 of key and value.
-        options: length with each of `OPTIONS`.
+        elements: elements of abs.
+        rows: rows of the operators besides attention.
+        tokens: tokens in the loss of a linear layer.
+        classes: classes in the same loss.
+        dtypes: dtypes of attention.
+        lengths: numbers of queries and of keys.
+        head_dims: head dimensions, combined with all dtypes, directions and masks.
+        single_head: length for one head, to measure scaling over threads.
+        shared: length for 32 query heads that share 8 of key and value.
+        options: length for each of `OPTIONS`.
         caches: lengths of key and value in decoding.
-        flex: length of most rows of flex attention.
-        model: a whole model, and its tokens.
+        flex: length for most rows of flex attention.
+        model: sizes of a whole model and its tokens.
     """
 
     elements: tuple[int, ...] = (2**20, 2**25)
@@ -116,9 +116,9 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *flex.cases(sizes.flex, FEW_DTYPES),
         *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
         *models.cases(sizes.model, threads[-1]),
-        # Last: it computes gradients in a thread of foo's, whose workers stay. With more threads
-        # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads
-        # takes 250 from there on.
+        # Last: it computes gradients in a thread of foo, whose OpenMP workers stay. With more
+        # threads than processors OpenMP does not spin, and calls that take 160 us on two threads
+        # take 250 from then on.
         device.training_case(threads[-1]),
         *device.sanitizer_cases(threads[-1]),
     ]
@@ -128,7 +128,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
 
 
 def call_cases() -> Iterator[Case]:
-    """Measure the cost of a call when there is next to nothing to compute."""
+    """Measure the cost of a call with next to nothing to compute."""
     variants: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
         "abs, no gradient needed": (False, nullcontext),
         "abs, under no_grad": (False, torch.no_grad),
@@ -165,7 +165,7 @@ def prepare_calls(requires_grad: bool) -> Contenders:
 
 
 def prepare_backward_calls() -> Contenders:
-    """Call operators and differentiate them; also one that torch.library made of functions."""
+    """Call and differentiate operators, also one made with torch.library from Python functions."""
     input, cotangent = torch.randn(8, requires_grad=True), torch.ones(8)
 
     def differentiated(operator: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
@@ -181,7 +181,7 @@ def prepare_backward_calls() -> Contenders:
 
 
 def prepare_formulas(is_backward: bool) -> Contenders:
-    """Record a formula in Python, or compute its gradients, beside ways of torch.library."""
+    """Record a formula in Python, or run its backward pass, by the kit and by torch.library."""
     input, cotangent = torch.randn(8, requires_grad=True), torch.ones(8)
 
     def prepare(operator: Callable[[torch.Tensor], torch.Tensor]) -> Local:
@@ -203,8 +203,9 @@ def local_contenders(
     theirs: Callable[[], Any],
     same_way_in: Callable[[], Any] | None = None,
 ) -> Contenders:
-    """Make contenders of this process. With ``same_way_in`` theirs is called through torch.ops, as
-    ours is, and not through Python's own function.
+    """Make contenders in this process.
+
+    ``same_way_in`` calls theirs through torch.ops, as ours, and not through Python's own function.
     """
     contenders = {OURS: ours, "torch": theirs}
     if same_way_in is not None:
@@ -258,7 +259,7 @@ def square_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def single_head_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Give two threads one head of one sequence."""
+    """Use one head of one sequence, which two threads must share."""
     length = sizes.single_head
     for direction in DIRECTIONS:
         for dtype in FEW_DTYPES:
@@ -266,7 +267,7 @@ def single_head_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Let 32 heads of query share 8 of key and value."""
+    """Use 32 query heads that share 8 of key and value."""
     length = sizes.shared
     for direction in DIRECTIONS:
         for dtype in FEW_DTYPES:
@@ -274,7 +275,7 @@ def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def option_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Take each of `OPTIONS`."""
+    """Yield a workload for each of `OPTIONS`."""
     length = sizes.options
     for options in OPTIONS:
         for direction in DIRECTIONS:
@@ -284,7 +285,7 @@ def option_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Take one query, and caches that lie in memory as those of a model's layers do."""
+    """Use one query, and several caches in memory, like those of a model's layers."""
     for dtype in FEW_DTYPES:
         for length in sizes.caches:
             workload = Workload("forward", dtype, False, 1, length, 128, query_heads=32)

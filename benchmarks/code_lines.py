@@ -33,7 +33,7 @@ def _lines_of_code(tokens: list[tokenize.TokenInfo]) -> Iterator[int]:
 
 
 def report() -> str:
-    """List the elementwise operators and those of models, each in its one file."""
+    """Report the lines of the one-file operators: elementwise ones and those of models."""
     (folder,) = foo_ops.ops.__path__
     files = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
     counts = [f"{name} {count(Path(folder) / f'{name}.py')}" for name in ("abs", *files)]

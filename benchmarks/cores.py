@@ -1,4 +1,4 @@
-"""Find how many cores two threads get: some machines have two processors and one core."""
+"""Detects how many cores two threads get: some machines have two processors and one core."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from benchmarks.measure import Result
 
 LEAST_SCALING = 1.3
-"""Of the rate of registers alone on two threads over one: two of one core are far below, two cores
-are near 2, on a machine that does little else."""
+"""Least speedup of a loop in registers on two threads over one, if they have two cores.
+
+Two threads of one core are far below, two cores are near 2 on a machine that is otherwise idle.
+"""
 SYSTEM = Path("/sys")
 
 
@@ -20,7 +22,7 @@ def one_core(peaks: Sequence[Result], name: str) -> str:
 
     Args:
         peaks: the rows of the machine's peaks.
-        name: of the peak that needs nothing but the core.
+        name: the peak that depends on nothing but the core.
     """
     rates = {
         it.threads: statistics.median(1 / seconds for seconds in it.seconds[name])
@@ -37,7 +39,7 @@ def one_core(peaks: Sequence[Result], name: str) -> str:
 
 
 def reason() -> str:
-    """Say why two threads may get one core, as far as the system tells."""
+    """Explain why two threads may get one core, as far as the system shows it."""
     processors = sorted(os.sched_getaffinity(0))
     quota = processors_allowed()
     if quota is not None and quota < 2:
@@ -48,7 +50,7 @@ def reason() -> str:
 
 
 def core_of(processor: int) -> str:
-    """List the processors of a processor's core as Linux does; itself where Linux says nothing."""
+    """Return the processors of a processor's core as listed by Linux, or the processor itself."""
     path = SYSTEM / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()
@@ -72,7 +74,7 @@ def processors_allowed() -> float | None:
 
 
 def processors_by_core() -> list[int]:
-    """List the usable processors, one of each core before the second of any."""
+    """List the usable processors, one of each core first, then the second of each."""
     cores: dict[str, list[int]] = {}
     for processor in sorted(os.sched_getaffinity(0)):
         cores.setdefault(core_of(processor), []).append(processor)

@@ -1,4 +1,4 @@
-"""Measure device foo beside the CPU: calls, memory, a training step; and under its sanitizer."""
+"""Compares device foo with the CPU: calls, memory, a training step; and with its sanitizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
 }
 STEPS = 10_000
-"""Of the schedule, more than are measured."""
+"""Steps of the learning-rate schedule, more than are measured."""
 
 
 def cases(elements: Sequence[int], threads: int) -> Iterator[Case]:
@@ -81,7 +81,7 @@ def prepare_training() -> Contenders:
 def training(
     device: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Contender:
-    """Train on one batch; both devices start at the same weights."""
+    """Train on one batch; both devices start with the same weights."""
     torch.manual_seed(0)
     config = GPTConfig()
     trainer = Trainer(GPT(config, OPERATORS["foo"]), Setup(device, "foo", False), steps=STEPS)
@@ -91,7 +91,7 @@ def training(
 
 
 class Allocation:
-    """Takes a block from the allocator's cache and gives it back, in a loop in C++."""
+    """Allocates a block from the allocator's cache and frees it, in a loop in C++."""
 
     def results(self) -> list[Tensor]:
         return []

@@ -1,4 +1,4 @@
-"""Compare the operators of examples/operators with PyTorch's own, eager and compiled."""
+"""Compares the operators of examples/operators with PyTorch's own, eager and compiled."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class MakeInputs(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """An operator, the same of PyTorch's, and what they are called with.
+    """An operator, PyTorch's counterpart, and their inputs.
 
     Attributes:
-        ours, theirs: take the inputs, and return a tensor or several.
-        inputs: makes them, of so many rows.
-        differentiable: how many of the first inputs need a gradient; there is no row for gradients
-            where none does.
-        dtypes: of the inputs.
-        compared: makes of a result what contenders must agree on.
+        ours, theirs: map the inputs to a tensor or several.
+        inputs: makes the inputs, given the number of rows.
+        differentiable: how many of the first inputs need a gradient; without any, there is no row
+            for gradients.
+        dtypes: dtypes of the inputs.
+        compared: maps a result to the values in which contenders must agree.
     """
 
     ours: Function
@@ -85,12 +85,12 @@ def rows_and_weights(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def channels_and_taps(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make (2, 512, rows), and for each channel four taps and a bias, as in Mamba."""
+    """Make (2, 512, rows), with four taps and a bias per channel, as in Mamba."""
     return normal((2, 512, rows), (512, 4), (512,), dtype=dtype)
 
 
 def rows_without_equals(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make rows of 4096 numbers that differ in bfloat16, too: PyTorch takes any of equal ones."""
+    """Make rows of 4096 numbers that also differ in bfloat16: of equal ones PyTorch returns any."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.arange(0x3000, 0x4000, dtype=torch.int16).view(torch.bfloat16)
     order = torch.rand(rows, len(numbers), generator=generator).argsort(-1)
@@ -107,7 +107,7 @@ def torch_histogram(input: Tensor) -> Tensor:
 
 
 def table_and_bags(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make a table of 10000 rows, and bags of 20 of them each."""
+    """Make a table of 10000 rows, and bags of 20 rows each."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(10_000, (20 * rows,), generator=generator)
     return [*normal((10_000, 128), dtype=dtype), indices, torch.arange(0, 20 * rows, 20)]
@@ -124,7 +124,7 @@ def boxes_and_scores(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def torch_nms(boxes: Tensor, scores: Tensor) -> Tensor:
-    """Compare all pairs, and go through the boxes in the order of their scores."""
+    """Compare all pairs, then visit the boxes in the order of their scores."""
     order = scores.argsort(descending=True, stable=True)
     is_hidden = overlaps(boxes[order].float()).triu(1) > 0.5
     kept = torch.ones(len(order), dtype=torch.bool)
@@ -144,7 +144,7 @@ def our_adamw(parameter: Tensor, average: Tensor, square: Tensor, grad: Tensor) 
 
 
 def torch_adamw(parameter: Tensor, average: Tensor, square: Tensor, grad: Tensor) -> Tensor:
-    """Call what torch.optim.AdamW(fused=True) calls."""
+    """Call the kernel of torch.optim.AdamW(fused=True)."""
     torch._fused_adamw_(
         [parameter], [grad], [average], [square], [], [torch.tensor(10.0)],
         lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8,
@@ -154,18 +154,18 @@ def torch_adamw(parameter: Tensor, average: Tensor, square: Tensor, grad: Tensor
 
 
 def spectra(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make them in complex64, whatever the dtype."""
+    """Make spectra in complex64, whatever the dtype."""
     real = normal((rows, 1024), (rows, 1024), (1024,), (1024,), (1024,), dtype=torch.float32)
     return [torch.complex(*real[:2]), torch.complex(*real[2:4]), real[4]]
 
 
 def as_real(function: Function) -> Function:
-    """Let results be compared, which are numbers in float32."""
+    """View complex results as float32, so that they can be compared."""
     return lambda *inputs: torch.view_as_real(function(*inputs))
 
 
 def quantized_layer(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make a few rows, as in decoding, and a weight of (4096, 2048)."""
+    """Make a few rows, as in decoding, and a weight (4096, 2048)."""
     input, scale = normal((max(rows // 1024, 1), 2048), (4096,), dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randint(-128, 128, (4096, 2048), generator=generator, dtype=torch.int8)
@@ -173,7 +173,7 @@ def quantized_layer(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def short_sequence(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make a sequence of 64 steps, 256 channels and 16 states: PyTorch takes it step by step."""
+    """Make 64 steps of 256 channels and 16 states, which PyTorch computes step by step."""
     steps = (1, min(rows, 64))
     u, delta, decay, *others = normal(
         (*steps, 256), (*steps, 256), (256, 16), (*steps, 16), (*steps, 16), (256,), dtype=dtype
@@ -182,13 +182,13 @@ def short_sequence(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def tokens(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make the logits of a few tokens of a batch, of a vocabulary of 32000."""
+    """Make the logits of a few tokens over a vocabulary of 32000."""
     (logits,) = normal((max(rows // 64, 1), 32_000), dtype=dtype)
     return [4 * logits]
 
 
 def experts(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make rows of 8 groups, one of which is much larger, and matrices of (512, 1024)."""
+    """Make rows of 8 groups, one of which is much larger, and matrices (512, 1024)."""
     input, weight = normal((rows, 512), (8, 512, 1024), dtype=dtype)
     shares = torch.tensor([1, 4, 5, 6, 7, 8, 12, 16], dtype=torch.float64) / 16
     return [input, weight / 512**0.5, (shares * rows).to(torch.int32)]
@@ -201,7 +201,7 @@ def torch_grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 
 def images_and_grid(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make two images of 64 channels, and a point for each pixel near it."""
+    """Make two images of 64 channels, and a point near each pixel."""
     side = min(rows, 64)
     input, moves = normal((2, 64, side, side), (2, side, side, 2), dtype=torch.float32)
     line = torch.linspace(-1, 1, side)
@@ -236,7 +236,7 @@ EXAMPLES = {
         as_real(spectral_filter), as_real(torch_spectral_filter), spectra, 3, dtypes=FLOAT32
     ),
     "grouped_linear": Example(grouped_linear, torch_grouped_linear, experts, 2),
-    # In bfloat16 PyTorch computes where points lie in bfloat16, too.
+    # For bfloat16 PyTorch also computes the points' positions in bfloat16.
     "grid_sample": Example(grid_sample, torch_grid_sample, images_and_grid, 2, dtypes=FLOAT32),
     "int8_linear": Example(int8_linear, torch_int8_linear, quantized_layer),
     "selective_scan": Example(
@@ -245,7 +245,7 @@ EXAMPLES = {
         short_sequence,
         6,
     ),
-    # They draw different tokens, each one that there is.
+    # They draw different tokens; only their range is compared.
     "sample_top_p": Example(
         partial(sample_top_p, p=0.9),
         partial(torch_sample_top_p, p=0.9),
@@ -284,7 +284,7 @@ def cases(rows: int, threads: int) -> Iterator[Case]:
 
 
 def contenders(example: Example, dtype: torch.dtype, rows: int, is_backward: bool) -> Contenders:
-    """Take ours, PyTorch's operators one by one, and the same compiled."""
+    """Return ours, PyTorch's operators in eager mode, and the same compiled."""
     make = backward if is_backward else forward
 
     def contender(function: Function) -> Local:

@@ -1,4 +1,4 @@
-"""Time an operator's first call in a process: with no kernel on disk, then with it.
+"""Times an operator's first call in a process, without and with its kernel on disk.
 
 ``python -m benchmarks.first_call abs`` prints the seconds of one first call, and
 ``measure_first_calls`` starts such processes.
@@ -37,11 +37,11 @@ def attention_forward_call(dtype: torch.dtype, queries: int) -> Callable[[], Any
 
 
 def attention_backward_call(dtype: torch.dtype) -> Callable[[], Any]:
-    """Call the backward pass alone: the forward pass has had its own first call by then."""
+    """Return a call of the backward pass alone; the forward pass has already run."""
     inputs = tuple(
         tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64, dtype=dtype).unbind()
     )
-    # torch's own first backward pass imports sympy, which takes most of a second.
+    # torch's first backward pass imports sympy, which takes most of a second.
     torch.autograd.grad(inputs[0].abs(), inputs[0], torch.ones_like(inputs[0]))
     output = attention(*inputs)
     assert isinstance(output, torch.Tensor)
@@ -49,7 +49,7 @@ def attention_backward_call(dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def flex_call(dtype: torch.dtype, is_backward: bool) -> Callable[[], Any]:
-    """Call flex attention with a function that is new, or its backward pass alone."""
+    """Return a call of flex attention with a new function, or of its backward pass alone."""
     query, key, value = inputs = [
         it.requires_grad_(is_backward) for it in torch.randn(3, 1, 8, 128, 64, dtype=dtype)
     ]

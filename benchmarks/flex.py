@@ -1,4 +1,4 @@
-"""Compare flex attention with what it is to reach: our own options, PyTorch's, and fewer blocks."""
+"""Compares flex attention with its targets: our own options, PyTorch's, and fewer blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = 128
 DOCUMENTS = 8
 WINDOW = 512
 OF_PROPORTIONAL = 0.8
-"""Of the speed that is in proportion to the blocks that are left."""
+"""Least share of the speed that would be proportional to the remaining blocks."""
 COMPILED, DENSE = "compiled flex", "dense"
 
 Function = Callable[..., Any]
@@ -32,10 +32,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A variant of attention, and what it is compared with.
+    """A variant of attention, and its peer.
 
     Attributes:
-        least: how many times as fast as its peer ours is to be.
+        least: the target for our speed relative to the peer.
     """
 
     variant: str
@@ -60,14 +60,14 @@ class Row:
 
 
 def cases(length: int, dtypes: Sequence[str]) -> Iterator[Case]:
-    """Take ``length`` for most rows, and four times as much where blocks are left out."""
+    """Use ``length`` for most rows, and four times as much where blocks are left out."""
     for row in rows(length, dtypes):
         prepare = partial(contenders, row)
         yield Case(SECTION, row.name, prepare, least=row.least, headline=True)
 
 
 def rows(length: int, dtypes: Sequence[str]) -> Iterator[Row]:
-    """List the rows; those of blocks are to be as fast as the blocks are few."""
+    """List the rows; the targets of rows with blocks follow from the share of blocks left."""
     long = 4 * length
     for dtype in dtypes:
         compiled = 3.0 if dtype == "bfloat16" else 2.0
@@ -140,12 +140,12 @@ def window_pair(row: Row) -> tuple[Function, Function]:
 
 
 def relative_pair(row: Row) -> tuple[Function, Function]:
-    """Take a table of a number for each head and distance, or one for each pair; both learn."""
+    """Compare a table by head and distance with a bias for each pair; both are learned."""
     table = torch.randn(row.heads, 2 * row.length - 1)
     positions = torch.arange(row.length)
     places = positions[:, None] - positions + row.length - 1
     bias = table[None, :, places].to(getattr(torch, row.dtype)).requires_grad_()
-    # Both have the same numbers, whatever the dtype of the bias.
+    # Both have the same values, whatever the dtype of the bias.
     table = table.to(bias.dtype).requires_grad_()
 
     def relative(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ PAIRS: dict[str, Callable[[Row], tuple[Function, Function]]] = {
 
 
 def document_of(length: int) -> Tensor:
-    """Return the document of each position; their ends are not those of blocks."""
+    """Return the document of each position; documents do not end at block boundaries."""
     size = length // DOCUMENTS - 24
     return (torch.arange(length) // size).clamp(max=DOCUMENTS - 1)
 
@@ -191,7 +191,7 @@ def window_reach(length: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks_left(first: Tensor, last: Tensor) -> float:
-    """Return the share of blocks in which a query sees a key, of all that it sees in a row."""
+    """Return the share of blocks in which some query sees a key."""
     columns = last.view(-1, BLOCK).amax(1) // BLOCK - first.view(-1, BLOCK).amin(1) // BLOCK + 1
     return float(columns.sum()) / len(columns) ** 2
 
@@ -207,11 +207,11 @@ def contenders(row: Row) -> Contenders:
 
 
 def local(row: Row, name: str, function: Function, inputs: list[Tensor]) -> Local:
-    # What is dense sees more.
+    # Dense attention sees more keys, so only shapes are compared.
     compared = shape_of if row.peer == DENSE else torch.clone
     if row.direction == "forward":
         if name == COMPILED:
-            # Compiled at the first call on each number of threads.
+            # Compiled at the first call for each number of threads.
             for threads in THREADS:
                 with torch_threads(threads), torch.no_grad():
                     function(*inputs)

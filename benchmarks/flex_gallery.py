@@ -1,4 +1,4 @@
-"""Measure the variants of docs/flex_attention.md, by the code that stands there."""
+"""Measures the variants in docs/flex_attention.md, with the code printed there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foo_ops.ops.attention.dense import attention
 
 SECTION = "flex gallery"
 HEADS = 4
-"""What some of the variants capture is for so many heads."""
+"""Heads in the tensors that some variants capture."""
 
 
 def cases(length: int, dtypes: Sequence[str]) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Draw the masks of docs/flex_attention.md, from the code that stands there.
+"""Draws the masks in docs/flex_attention.md, with the code printed there.
 
 ``python -m benchmarks.gallery`` writes the pictures into docs/images.
 """
@@ -21,7 +21,7 @@ VARIANT = re.compile(r"^### (.+?)$.*?^```python\n(.*?)^```$", re.MULTILINE | re.
 LENGTH = 64
 ASSIGNED_LENGTH = re.compile(r"^length = \d+$", re.MULTILINE)
 PIXELS = 4
-"""Of a pair of a query and a key, in either direction."""
+"""Width and height of a pair of a query and a key."""
 COLORS = "viridis_r"
 LIGHTEST = 0.25
 
@@ -47,7 +47,7 @@ class Variant:
         return f"flex_{self.title.lower().replace(' ', '_')}.png"
 
     def scores(self) -> Tensor:
-        """Return what the scores 0 of the first row and head become; -inf where a key is hidden."""
+        """Apply the variant to scores of 0, batch 0 and head 0; -inf where a key is hidden."""
         zero = torch.zeros((), dtype=torch.int64)
         positions = torch.arange(LENGTH)
         places = (zero, zero, positions[:, None], positions)
@@ -72,7 +72,7 @@ def picture(scores: Tensor) -> Any:
     seen = scores.isfinite()
     shown = scores[seen]
     span = (shown.max() - shown.min()).clamp(min=1e-6)
-    # Where all scores are alike, all are high.
+    # If all scores are equal, all are drawn as high.
     heights = 1 - (shown.max() - scores) / span * (1 - LIGHTEST)
     pixels = colormaps[COLORS](heights.nan_to_num(neginf=0.0).numpy())[..., :3]
     pixels[~seen.numpy()] = 1.0
@@ -84,7 +84,7 @@ def main() -> None:
 
     for variant in variants():
         path = IMAGES / variant.path
-        # Without the version of matplotlib: the same picture is the same file.
+        # Omit matplotlib's version, so that the same picture is the same file.
         imsave(path, picture(variant.scores()), metadata={"Software": ""})
         print(path.relative_to(REPOSITORY))
 

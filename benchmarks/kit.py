@@ -1,4 +1,4 @@
-"""Define operators with the kit as a user does, to measure the cost of their calls."""
+"""Operators defined with the kit as a user would, to measure the cost of their calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foo_ops import language, library
 
 @cache
 def relu() -> Any:
-    """Compute relu elementwise, beside torch.relu."""
+    """Return an elementwise relu, to compare with torch.relu."""
 
     @library.numba_op("foo_benchmark::relu")
     def relu(x: float) -> float:
@@ -23,7 +23,7 @@ def relu() -> Any:
 
 @cache
 def row_sum() -> Any:
-    """Sum rows with a tile kernel, beside torch.sum."""
+    """Return a sum of rows by a tile kernel, to compare with torch.sum."""
     library.define("foo_benchmark::row_sum", "(Tensor input) -> Tensor")
 
     @library.register_fake("foo_benchmark::row_sum")
@@ -52,7 +52,7 @@ def gradient_of_abs(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 def make_abs(name: str) -> Any:
-    """Compute abs elementwise, for a formula in Python to be registered."""
+    """Return an elementwise abs without a gradient formula."""
 
     @library.numba_op(f"foo_benchmark::{name}")
     def formula_abs(x: float) -> float:
@@ -63,7 +63,7 @@ def make_abs(name: str) -> Any:
 
 @cache
 def formula_abs() -> Any:
-    """Let the kit record a formula in Python."""
+    """Return abs with a Python formula registered by the kit."""
     operator = make_abs("formula_abs")
     library.register_autograd(operator, gradient_of_abs, setup_context=keep_input)
     return operator
@@ -71,7 +71,7 @@ def formula_abs() -> Any:
 
 @cache
 def torch_formula_abs() -> Any:
-    """Let torch.library record the same formula of the same kernel."""
+    """Return abs with the same formula registered by torch.library."""
     operator = make_abs("torch_formula_abs")
     torch.library.register_autograd(operator, gradient_of_abs, setup_context=keep_input)
     return operator
@@ -79,7 +79,7 @@ def torch_formula_abs() -> Any:
 
 @cache
 def custom_abs() -> Any:
-    """Compute torch.abs in an operator that torch.library makes of functions in Python."""
+    """Return torch.abs as an operator made by torch.library from Python functions."""
 
     @torch.library.custom_op("foo_benchmark::custom_abs", mutates_args=())
     def custom_abs(input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compare foo::linear with torch.nn.functional.linear."""
+"""Compares foo::linear with torch.nn.functional.linear."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, and the rows that it is given.
+    """A linear layer, and the number of its input rows.
 
     Attributes:
         target: the fraction of the peak, or of the read bandwidth, to reach on one thread.
@@ -60,7 +60,7 @@ TARGETS = {
     64: {"float32": 0.75, "bfloat16": 0.70, "float16": 0.65},
     1024: {"float32": 0.85, "bfloat16": 0.80, "float16": 0.75},
 }
-"""Of the peak, by rows and dtype, forward and backward."""
+"""Target fractions of the peak, by rows and dtype, forward and backward."""
 
 
 def layers(dtypes: Sequence[str]) -> Iterator[Layer]:
@@ -92,7 +92,7 @@ def cases(dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[Case]:
 
 
 def contenders(layer: Layer) -> Contenders:
-    """Give few rows weights that lie in memory as those of a model do, beyond the caches."""
+    """Make contenders; few rows get several weights beyond the caches, like those of a model."""
     copies = 1
     if layer.has_few_rows:
         copies = -(-peaks.bytes_beyond_the_caches() // layer.weight_bytes())

@@ -1,7 +1,7 @@
-"""Compare foo::linear_cross_entropy, forward and backward, with what computes the logits.
+"""Compares foo::linear_cross_entropy, forward and backward, with functions that compute the logits.
 
-Liger-Kernel computes the same in chunks of rows. Its kernels need Triton and a GPU, so it takes no
-part; the chunks of PyTorch's own F.linear_cross_entropy do.
+Liger-Kernel computes the same in chunks of rows. Its kernels need Triton and a GPU, so it is not
+measured; the chunks of PyTorch's own F.linear_cross_entropy are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks.operators import compiled
 SECTION, MEMORY = "linear_cross_entropy", "memory of linear_cross_entropy"
 WIDTH = 1024
 CLASSES = (32_000, 128_256)
-"""Of Llama 2, and of Llama 3."""
+"""The vocabularies of Llama 2 and Llama 3."""
 MEGABYTE = 1e6
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def of_torch(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    # In float32, as ours is; PyTorch's is rounded to the dtype of the logits.
+    # In float32, as ours; PyTorch's loss is rounded to the dtype of the logits.
     return F.cross_entropy(F.linear(hidden, weight), target).float()
 
 
@@ -60,7 +60,7 @@ FUNCTIONS: dict[str, Function] = {
 def cases(
     rows: int, classes: Sequence[int], dtypes: Sequence[str], threads: Sequence[int]
 ) -> Iterator[Case]:
-    """Take a training step; on foo, where memory is counted, its peak."""
+    """Measure a training step, and its peak of memory on foo, which counts it."""
     for count, dtype in product(classes, dtypes):
         name = f"loss and gradients, {dtype}, {rows} x {WIDTH} x {count}"
         make = partial(tensors, rows, count, dtype)
@@ -97,7 +97,7 @@ def memory_contenders(make: Callable[..., tuple[Tensor, ...]]) -> Contenders:
 
 
 def settled_memory() -> int:
-    """Return the bytes in use when the thread of gradients has let go of those of the last call."""
+    """Return the bytes in use once the autograd thread has freed the gradients of the last call."""
     found = []
     for _ in range(50):
         stay_awake()
@@ -106,7 +106,7 @@ def settled_memory() -> int:
 
 
 class Peak(Local):
-    """Gives the most megabytes that a call had beside its inputs, where others give seconds."""
+    """Measures the peak megabytes of a call besides its inputs, instead of seconds."""
 
     def time(self, calls: int, threads: int) -> float:
         before = settled_memory()

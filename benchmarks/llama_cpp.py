@@ -1,7 +1,7 @@
-"""Run a Llama of transformers by llama.cpp, where llama-cpp-python and gguf are installed.
+"""Runs a Llama of transformers by llama.cpp, if llama-cpp-python and gguf are installed.
 
-They are no part of an extra: llama-cpp-python is compiled on installation, which takes a quarter of
-an hour.
+They are not part of an extra: llama-cpp-python is compiled on installation, which takes a quarter
+of an hour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0", "4 bits": "Q4_0"}
-"""Of weights, by gguf's names; those of few bits have a scale for each 32."""
+"""Types of weights, by gguf's names; those of few bits have a scale for each 32 weights."""
 
 OF_MODEL = {
     "model.embed_tokens": "token_embd",
@@ -37,18 +37,19 @@ OF_LAYER = {
 
 
 class LlamaCpp:
-    """A model in llama.cpp that has read a prompt: it decodes one token again and again, or reads
-    the prompt again and again.
+    """A model in llama.cpp that has read a prompt.
 
-    Raises ModuleNotFoundError where llama.cpp is not installed.
+    It decodes one token again and again, or reads the prompt again and again.
+
+    Raises ModuleNotFoundError if llama.cpp is not installed.
 
     Args:
         model: a Llama of transformers.
-        tokens: the prompt, and the token behind it.
+        tokens: the prompt, and the token that follows.
         weights: a key of `TYPES`.
         decodes: whether it decodes.
-        compared: gives what the results are compared with in place of the logits, which weights of
-            few bits change.
+        compared: returns substitutes for the logits to compare, as weights of few bits change
+            these.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LlamaCpp:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             write(path, model, weights)
-            # Read and not mapped, so that the file may go.
+            # Read, not mapped, so that the file can be deleted.
             self.model = llama_cpp.Llama(
                 str(path), n_ctx=room, n_batch=room, n_ubatch=room, use_mmap=False, verbose=False,
                 **options,
@@ -84,7 +85,7 @@ class LlamaCpp:
         self.model.eval(self.prompt)
 
     def decode(self) -> None:
-        # What is behind the prompt in the cache is forgotten.
+        # Drop the cached tokens behind the prompt.
         self.model.n_tokens = len(self.prompt)
         self.model.eval([self.last])
 
@@ -107,7 +108,7 @@ class LlamaCpp:
 
 
 def write(path: Path, model: Any, weights: str) -> None:
-    """Write a model without a vocabulary of texts to a file of llama.cpp."""
+    """Write a model without a tokenizer to a file of llama.cpp."""
     import gguf
 
     config = model.config
@@ -137,7 +138,7 @@ def write(path: Path, model: Any, weights: str) -> None:
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """List a model's tensors by llama.cpp's names, in whose order rotations have their pairs."""
+    """Yield a model's tensors by llama.cpp's names, with rotary pairs in its order."""
     config = model.config
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
@@ -148,6 +149,6 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         _, _, layer, part = module.split(".", 3)
         part = OF_LAYER[part]
         if part in heads:
-            # Pairs of a rotation are neighbours there, and half a head apart in transformers.
+            # Rotary pairs are adjacent rows in llama.cpp, and half a head apart in transformers.
             tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
         yield f"blk.{layer}.{part}.weight", tensor

@@ -1,4 +1,4 @@
-"""Tell what the figures of a results file depend on."""
+"""Facts about the machine that figures of a results file depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time several functions that do the same work, in turns."""
+"""Times several functions that do the same work, in turns."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ from benchmarks.workload import Workload
 
 OURS = "foo"
 LARGEST_DIFFERENCE = 0.02
-"""Between two results, relative to their norm: bfloat16 stays below, another formula does not."""
-THREADS = (1, 2)
-"""The numbers of threads that rows are measured on, as far as there are processors."""
-PAUSE = 0.002
-"""Before each turn, in seconds: idle threads of the contender before spin about half as long.
+"""Largest difference of two results, relative to their norm.
 
-It is spent in a loop: after a sleep of as long, the next 50 ms took 1.2 times as long with AMX."""
+Rounding in bfloat16 stays below it, another formula does not.
+"""
+THREADS = (1, 2)
+"""Numbers of threads that rows are measured with, up to the number of processors."""
+PAUSE = 0.002
+"""Seconds before each turn: idle threads of the previous contender spin about half as long.
+
+The pause is a busy loop: after a sleep of that length, the next 50 ms took 1.2 times as long with
+AMX.
+"""
 
 
 class Contender(Protocol):
     """One way to do the work of a case."""
 
     def results(self) -> list[Tensor]:
-        """Return the results of the first call that are compared, in float32 and on the CPU."""
+        """Return the first call's results to compare, in float32 and on the CPU."""
 
     def time(self, calls: int, threads: int) -> float:
-        """Return the seconds of so many calls in a row on so many threads."""
+        """Return the seconds of ``calls`` successive calls on ``threads`` threads."""
 
 
 Contenders = Mapping[str, Callable[[], Contender]]
 Reference = Callable[[int], float]
-"""From a number of threads to a rate, measured now: work per second."""
+"""Measures a rate for a number of threads: work per second."""
 
 
 class Local:
@@ -85,21 +90,21 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """The contenders that are measured together: one row of a table for each number of threads.
+    """Contenders that are measured together: one table row per number of threads.
 
     Attributes:
-        section: the name of the table that the rows stand in, a key of ``report.SECTIONS``.
-        name: says what is measured.
+        section: the name of the rows' table, a key of ``report.SECTIONS``.
+        name: describes the measurement.
         prepare: makes the functions to compare, by name, ours first.
-        threads: the numbers of threads, which take turns, too.
-        work: operations or bytes of a call, where the table shows a rate.
-        context: what all functions run in.
-        references: rates that the targets are fractions of, measured in every round.
-        workload: what attention works on, in its rows.
-        repeat: how many times the usual rounds, and no contender leaves early: for calls that fill
-            a turn each, where a few percent count.
-        least: how many times as fast as its only peer ours is to be, where that is asked.
-        headline: whether the README shows the rows.
+        threads: the numbers of threads, which also take turns.
+        work: operations or bytes of a call, if the table shows a rate.
+        context: makes the context that all functions run in.
+        references: rates, of which the targets are fractions, measured in every round.
+        workload: the workload of attention, in its rows.
+        repeat: multiplies the rounds, and lets no contender leave early: for calls that fill a turn
+            each, where a few percent count.
+        least: the target for our speed relative to the only peer, if there is one.
+        headline: whether the README shows these rows.
     """
 
     section: str
@@ -120,11 +125,11 @@ class Result:
     """A row of a table: the times of a case on a number of threads.
 
     Attributes:
-        seconds: of a call, for each contender and each turn it took. The turns of round i are the
-            i-th of all contenders; a slow contender leaves after fewer rounds.
+        seconds: seconds per call, for each contender and each of its turns. The turns of round i
+            are the i-th of all contenders; a slow contender leaves after fewer rounds.
         references: the rates of the case's references, round by round.
-        failures: why a contender has no seconds.
-        least: the case's.
+        failures: why contenders have no seconds.
+        least: the case's target.
     """
 
     section: str
@@ -148,16 +153,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long measuring may take.
+    """Limits of the time for measuring.
 
     Attributes:
-        rounds: in each of which every contender takes a turn.
-        turn: a turn calls its function as often as takes so many seconds, and at least once. Before
-            several calls as many are made that do not count.
-        contender: seconds after which a contender leaves, but not before ``fewest`` turns.
-        fewest: turns for a median and its spread.
-        long_call: a call that takes more seconds than this gets a single turn, the one that has
-            shown how long it takes.
+        rounds: the number of rounds; in each, every contender takes a turn.
+        turn: seconds of a turn, which calls its function at least once. A turn of several calls is
+            preceded by as many that do not count.
+        contender: seconds after which a contender stops, but not before ``fewest`` turns.
+        fewest: the fewest turns, enough for a median and its spread.
+        long_call: calls that take more seconds than this get a single turn, that of the estimate.
     """
 
     rounds: int
@@ -183,12 +187,12 @@ class Turns:
             self.add(estimate)
 
     def take(self) -> None:
-        """Take one turn, unless the contender has had its time."""
+        """Take one turn, unless the contender's time is used up."""
         if len(self.seconds) >= self.fewest and self.spent >= self.limits.contender:
             return
         stay_awake()
         if self.calls > 1:
-            # As many that do not count: the caches are still those of another contender, and take
+            # Warm-up calls, not counted: the caches still hold another contender's data, and take
             # 20 ms to become ours.
             self.contender.time(self.calls, self.threads)
         self.add(self.contender.time(self.calls, self.threads))
@@ -209,8 +213,8 @@ def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int
 def measure(case: Case, limits: Limits) -> list[Result]:
     """Return a result for each number of threads.
 
-    The contenders go in one order in every other round and the other way round in between, so that
-    none is always the one before another or after it.
+    The order of contenders is reversed in every other round, so that none always precedes or
+    follows the same other.
     """
     torch.manual_seed(0)
     if case.repeat > 1:
@@ -250,7 +254,7 @@ def measure(case: Case, limits: Limits) -> list[Result]:
 
 
 def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the contenders whose results agree with ours, and why the others do not take part.
+    """Return the contenders whose results agree with ours, and the reasons why others do not run.
 
     Raises:
         ArithmeticError: if no peer's results agree with ours.
@@ -281,7 +285,7 @@ def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the largest of all tensors' differences, each relative to its norm."""
+    """Return the largest difference of all tensors, each relative to its norm."""
     return max(
         float((mine - other).norm() / other.norm())
         for mine, other in zip(ours, theirs, strict=True)

@@ -1,6 +1,6 @@
-"""Compare models of transformers as they are with the same that foo's operators were applied to.
+"""Compares models of transformers, unchanged and with foo's operators applied.
 
-`apply` is to make no model slower, so each row has the model itself as a peer, ``torch``.
+`apply` must make no model slower, so each row has the unchanged model as a peer, ``torch``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 
 SECTION = "models"
 AS_IT_IS = "torch"
-"""The peer that is the model itself."""
+"""The peer that is the unchanged model."""
 DTYPES = ("bfloat16", "float32")
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -27,7 +27,7 @@ WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """A BERT, and the batches that it is given, each as sequences and their tokens."""
+    """A BERT, and its batches, each as the number of sequences and of their tokens."""
 
     widths: tuple[tuple[str, int], ...] = (
         *(("hidden_size", 768), ("num_attention_heads", 12), ("intermediate_size", 3072)),
@@ -50,14 +50,14 @@ class EncoderSize:
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, and the tokens that it is given.
+    """A Llama, and its numbers of tokens.
 
     Attributes:
-        prompt: how many are read at once; for decoding they are in the cache.
+        prompt: tokens that are read at once; for decoding they are in the cache.
         batch: sequences of a training step.
-        context: their tokens.
-        is_compiled: whether torch.compile takes part, which takes a minute for each row.
-        encoder: another model, whose rows are beside those of the Llama.
+        context: tokens of each sequence.
+        is_compiled: whether torch.compile is a contender, which takes a minute for each row.
+        encoder: a second model with its own rows.
     """
 
     widths: tuple[tuple[str, int], ...] = tuple(WIDTHS.items())
@@ -69,7 +69,7 @@ class Size:
     encoder: EncoderSize = EncoderSize()
 
     def model(self, dtype: str) -> Any:
-        # Imported where it is needed: it takes seconds, and is no part of the other tables.
+        # Imported only here: the import takes seconds, and other tables do not need it.
         from transformers import LlamaConfig, LlamaForCausalLM
 
         widths: dict[str, Any] = dict(self.widths)
@@ -128,7 +128,7 @@ def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
 
 
 def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
-    """Encode each batch, and take a training step with the first."""
+    """Measure encoding of each batch, and a training step with the first."""
     for dtype in DTYPES:
         for (batch, context), run, name in (
             *((batch, encoding, "") for batch in size.batches),
@@ -196,14 +196,14 @@ def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
 
 
 def ready(contender: Local, threads: int) -> Local:
-    """Compile for a number of threads, which the code has as a constant."""
+    """Compile for a number of threads, which is a constant in the code."""
     torch.compiler.reset()
     contender.time(1, threads)
     return contender
 
 
 def quantised(model: Any, size: Size, bits: int) -> Local:
-    """Decode with weights of few bits; its results are others, so that they are not compared."""
+    """Decode with weights of few bits, whose results differ and are not compared."""
     from foo_ops.integrations.transformers import apply
 
     step = decoding(apply(copy.deepcopy(model), quantize=bits), size)
@@ -214,7 +214,7 @@ def quantised(model: Any, size: Size, bits: int) -> Local:
 def by_llama_cpp(
     model: Any, size: Size, dtype: str, phase: str
 ) -> dict[str, Callable[[], Contender]]:
-    """Let llama.cpp do the same, and decode with weights of few bits."""
+    """Run the same by llama.cpp, and decode with weights of few bits."""
     decodes = phase == "decoding"
     tokens = size.tokens(1, size.prompt + 1)[0].tolist()
     makers: dict[str, Callable[[], Contender]] = {
@@ -241,7 +241,7 @@ def prefill(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> Lo
 def decoding(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> Local:
     """Decode one token after the prompt, again and again.
 
-    The cache grows, as transformers does it by default; compiled it is static, so that one graph
+    The cache grows, as by default in transformers; for compilation it is static, so that one graph
     serves all lengths.
     """
     from transformers import DynamicCache, StaticCache
@@ -273,7 +273,7 @@ def training_step(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is)
         model.zero_grad()
         loss: Tensor = call(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        # With the loss a gradient is compared that has gone through all layers.
+        # Besides the loss, compares a gradient that has passed through all layers.
         return torch.cat((loss.detach().float()[None], model.model.norm.weight.grad.float()))
 
     return Local(step)

@@ -1,4 +1,4 @@
-"""Compare the operators that models need beside attention with PyTorch's own, also compiled."""
+"""Compares the operators that models need besides attention with PyTorch's, eager and compiled."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, PyTorch's form of it, and their inputs.
+    """An operator, PyTorch's counterpart, and their inputs.
 
     Attributes:
         ours: our function.
-        theirs: the same of PyTorch's operators, which is also what is compiled.
-        shapes: of the arguments, by the number of rows and their width.
-        moved: how often a call reads or writes a tensor of the first argument's size, for each of
+        theirs: the same in PyTorch's operators, which is also compiled.
+        shapes: returns the shapes of the arguments, given the number of rows and their width.
+        moved: how many tensors of the first argument's size a call reads or writes, for each of
             PASSES that is measured.
-        width: of a row.
-        differentiable: how many arguments need a gradient; None stands for all.
+        width: width of a row.
+        differentiable: how many arguments need a gradient; None for all.
     """
 
     ours: Function
@@ -48,11 +48,11 @@ class Operator:
 
 
 def loss_of(function: Function) -> Function:
-    """Compute the loss for targets that are the same for every contender."""
+    """Return the loss as a function of logits, with the same targets for every contender."""
 
     def loss(logits: Tensor) -> Tensor:
         target = torch.arange(logits.shape[0]) * 37 % logits.shape[1]
-        # In float32, as ours is; PyTorch's is rounded to the dtype of the logits.
+        # In float32, as ours; PyTorch's loss is rounded to the dtype of the logits.
         return function(logits, target).float()
 
     return loss
@@ -64,7 +64,7 @@ def like_input(rows: int, width: int, *, count: int, has_weight: bool = False) -
 
 
 def heads_and_tables(rows: int, width: int) -> Shapes:
-    """Make heads of so many positions, and the cosines and sines of these."""
+    """Return shapes of heads with ``rows`` positions, and of their cosines and sines."""
     table = (rows, HEAD_DIM // 2)
     return [(width // HEAD_DIM, rows, HEAD_DIM), table, table]
 
@@ -107,7 +107,7 @@ def cases(
     dtypes: Sequence[str],
     threads: Sequence[int],
 ) -> Iterator[Case]:
-    """Take one row as in decoding, and many as in training, there with gradients too."""
+    """Measure one row as in decoding, and many as in training, also with gradients."""
     for name, operator in operators.items():
         for dtype in dtypes:
             measured = list(zip(PASSES, operator.moved, strict=False))
@@ -125,7 +125,7 @@ def cases(
 
 
 def contenders(operator: Operator, dtype: str, rows: int, passes: str) -> Contenders:
-    """Take ours, PyTorch's operators one by one, and the same compiled."""
+    """Return ours, PyTorch's operators in eager mode, and the same compiled."""
     inputs = [
         torch.randn(shape, dtype=getattr(torch, dtype))
         for shape in operator.shapes(rows, operator.width)
@@ -141,7 +141,7 @@ def contenders(operator: Operator, dtype: str, rows: int, passes: str) -> Conten
 
 
 def compiled(function: Function) -> Function:
-    """Compile anew in each case: Dynamo gives up on a function that it has compiled eight times."""
+    """Compile with a fresh Dynamo, which gives up on a function after eight compilations."""
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -151,7 +151,7 @@ def forward(function: Function, inputs: list[Tensor]) -> Local:
 
 
 def backward(function: Function, inputs: list[Tensor]) -> Local:
-    # Buffers that are given away would be missing in the second call.
+    # Donated buffers would be missing in the second call.
     with torch._functorch.config.patch(donated_buffer=False):
         outputs = results_of(function, inputs)
         gradients = [torch.ones_like(output) for output in outputs]
@@ -161,10 +161,10 @@ def backward(function: Function, inputs: list[Tensor]) -> Local:
 
 
 def both(function: Function, inputs: list[Tensor]) -> Local:
-    """Take the passes together, since one may do work for the other.
+    """Measure both passes together, since one may do work for the other.
 
-    torch.compile has the forward pass of a squared error write 2 (a - b), rounded, and the backward
-    pass read that instead of a and b.
+    With torch.compile, the forward pass of a squared error writes 2 (a - b), rounded, and the
+    backward pass reads that instead of a and b.
     """
     gradients = [torch.ones_like(output) for output in results_of(function, inputs)]
     wanted = [input for input in inputs if input.requires_grad]
@@ -181,7 +181,7 @@ def results_of(function: Function, inputs: list[Tensor]) -> Sequence[Tensor]:
 
 
 def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
-    """Call it on each number of threads, for which Dynamo compiles anew."""
+    """Call the function for each number of threads, for which Dynamo recompiles."""
     for threads in THREADS:
         with torch_threads(threads), context():
             function()

@@ -1,6 +1,6 @@
-"""Measure the most that the machine can do: operations of its vector units, reading of memory.
+"""Measures the machine's peaks: operations of its vector units, reading of memory.
 
-The targets of attention are fractions of these rates, so they are measured in the same rounds.
+The targets of attention are fractions of these rates, so both are measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
 MATRIX = "matrix unit peak"
 
 CHAINS = 12
-"""Independent sums: two units with a latency of 4 need 8 of them, and 16 registers hold 14."""
+"""Independent sums: two units with a latency of 4 need 8 of them; 16 registers can hold 14."""
 LONG_RUN = 1 << 14
-"""Numbers that are read from one place, of four at a time. Some processors fetch ahead only within
-such runs: a Zen 3 reads 15 GB/s one after the other, and 23 so."""
+"""Numbers in each of the four runs that are read at a time.
+
+Some processors prefetch only within such runs: a Zen 3 reads 15 GB/s sequentially, and 23 in four
+runs.
+"""
 SECONDS = 0.01
-"""Of a measurement, about."""
+"""Approximate duration of a measurement."""
 OVERLAP = 0.9
-"""Of the time from the first start to the last end, what all threads are to run together."""
+"""Least share of the time, from the first start to the last end, in which all threads run."""
 ATTEMPTS = 20
 DEFAULT_L3 = 32 << 20
 
@@ -60,14 +63,17 @@ DEFAULT_L3 = 32 << 20
 
 
 def fma_kernel() -> Kernel:
-    """(address of sum, a and b, each a float32 vector; iterations): sum = sum of all chains."""
+    """Make a kernel of (address of sum, of a, of b, iterations) that sums all chains.
+
+    sum, a and b are float32 vectors.
+    """
     lanes = vector_bits() // 32
     vector = ir.VectorType(ir.FloatType(), lanes)
     return chains_kernel(f"llvm.fma.v{lanes}f32", lanes, vector, lambda a, b, c: (a, b, c))
 
 
 def bf16_dot_kernel() -> Kernel:
-    """Do as `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
+    """Make the same kernel as `fma_kernel`, with a and b of twice as many bfloat16."""
     bits = vector_bits()
     vector = ir.VectorType(BFLOAT, bits // 16)
     name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
@@ -80,7 +86,7 @@ def chains_kernel(
     operand: ir.VectorType,
     arguments: Callable[[Any, Any, Any], tuple[Any, ...]],
 ) -> Kernel:
-    """Loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
+    """Make a loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
     vector = ir.VectorType(ir.FloatType(), lanes)
 
     @intrinsic
@@ -93,7 +99,7 @@ def chains_kernel(
                 builder.load(builder.bitcast(place, operand.as_pointer()), align=4)
                 for place in places
             ]
-            # Each starts at another number, or the compiler could find them all to be one.
+            # Each starts at another number, or the compiler might merge them all.
             starts = [ir.Constant(vector, [float(chain)] * lanes) for chain in range(CHAINS)]
             sums = [cgutils.alloca_once_value(builder, start) for start in starts]
             function_type = ir.FunctionType(vector, [it.type for it in arguments(a, b, starts[0])])
@@ -116,9 +122,9 @@ def chains_kernel(
 
 
 def matrix_kernel() -> Kernel:
-    """Do as `fma_kernel`, with one iteration of ``CHAINS`` products of registers of a matrix unit.
+    """Make the same kernel as `fma_kernel`, with ``CHAINS`` matrix unit products per iteration.
 
-    The sum is that of one of its four registers of sums, a and b have a register's bfloat16 each.
+    The sum is one of its four accumulator registers; a and b are a register of bfloat16 each.
     """
     pairs, floats = pointer_to("bfloat16x2"), pointer_to("float32")
 
@@ -142,10 +148,10 @@ def matrix_kernel() -> Kernel:
 
 
 def read_kernel() -> Kernel:
-    """(address of sum, a float32 vector; address, number and run of float32): adds them up.
+    """Make a kernel of (address of sum, of data, count, run) that adds up float32.
 
-    It reads four runs of so many numbers at a time. The number is a multiple of four runs, and a
-    run is one of vectors.
+    It reads four runs of ``run`` numbers at a time. The count is a multiple of four runs, and a run
+    is a multiple of the vector; the sum is one vector.
     """
     LANES = vector_bits() // 32  # noqa: N806
     floats = pointer_to("float32")
@@ -167,7 +173,7 @@ def read_kernel() -> Kernel:
 
 @functools.cache
 def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
-    """Return the C function, which ctypes calls without the GIL."""
+    """Return the C function, which ctypes calls with the GIL released."""
     code = emit.compile_kernel(build)
     address = load.link(code, f"{build.__name__}-{vector_bits()}")
     arguments = [ctypes.c_int64] * len(build().argument_types)
@@ -178,7 +184,7 @@ def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
 
 
 def compute_peak(dtype: str) -> str:
-    """Return the peak that attention in a dtype is measured against."""
+    """Return the peak that attention in this dtype is compared with."""
     if dtype == "bfloat16" and has_matrix_unit():
         return MATRIX
     return BF16_DOT if dtype == "bfloat16" and has_bfloat16_dot() else FMA
@@ -217,8 +223,9 @@ def bf16_dot_rate(threads: int) -> float:
 
 
 def matrix_rate(threads: int) -> float:
-    """Return the operations per second of a matrix unit on bfloat16: 16 x 16 sums of 32 products
-    each.
+    """Return the operations per second of a matrix unit on bfloat16.
+
+    An instruction updates 16 x 16 sums by 32 products each.
     """
     return _chains_rate(matrix_kernel, torch.bfloat16, 2 * ROWS * ROWS * 2 * ROWS, threads)
 
@@ -228,7 +235,7 @@ def _chains_rate(
 ) -> float:
     """Return the rate of a chains kernel; ``operations`` counts those of one instruction."""
     kernel = compiled(build)
-    # A product below one keeps the sums of fused multiply-adds finite.
+    # Products below one keep the sums of fused multiply-adds finite.
     a, b = torch.full((2, ROWS * 2 * ROWS), 0.5, dtype=dtype)
     sums = torch.zeros(threads, ROWS * ROWS)
 
@@ -249,8 +256,9 @@ def _iterations(run: Callable[[int, int], None]) -> int:
 
 
 def read_rate(threads: int) -> float:
-    """Return the bytes per second that threads read, each its share of an array beyond the L3
-    cache: one after the other, or four runs at a time, whichever is quicker.
+    """Return the bytes per second that threads read from an array beyond the L3 cache.
+
+    Each reads its share, sequentially or four runs at a time, whichever is faster.
     """
     kernel = compiled(read_kernel)
     data = _beyond_the_caches()
@@ -274,11 +282,10 @@ def _beyond_the_caches() -> torch.Tensor:
 
 
 def timed(run: Callable[[int], None], threads: int) -> float:
-    """Return the seconds that ``run(0)``, ``run(1)``, ... take at once, from first start to last
-    end.
+    """Return the seconds of ``run(0)``, ``run(1)``, ... together, from first start to last end.
 
-    A thread that starts late would make two as slow as one: it is tried again until all run at the
-    same time, and what counts is the attempt in which they do so for the largest part.
+    If a thread starts late, two seem as slow as one, so this is repeated until all overlap; the
+    attempt with the largest overlap counts.
     """
     best, seconds = 0.0, math.inf
     with ThreadPoolExecutor(threads) as pool:
@@ -296,9 +303,10 @@ def timed(run: Callable[[int], None], threads: int) -> float:
 def at_once(
     run: Callable[[int], None], threads: int, pool: ThreadPoolExecutor
 ) -> tuple[list[float], list[float]]:
-    """When each thread started and ended. Each stays on a processor of its own, and on a core of
-    its own as far as there are enough: the processes that keep processors awake are no reason for
-    the system to put two threads on one.
+    """Return the times at which each thread started and ended.
+
+    Each is pinned to a processor, and to a core of its own if there are enough; otherwise the
+    processes that keep processors awake could lead the system to put two threads on one core.
     """
     barrier, processors = Barrier(threads), processors_by_core()
 
@@ -330,8 +338,10 @@ def caches() -> dict[str, int]:
 
 
 def bytes_beyond_the_caches() -> int:
-    """Four times the L3 cache, and not more than a 48th of the memory: each contender has as many,
-    and a virtual machine of few processors sees all of a large cache that it shares.
+    """Return four times the L3 cache, but at most a 48th of the memory.
+
+    Each contender has as many bytes, and a small virtual machine may see all of a large shared
+    cache.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(4 * l3_bytes(), memory // 48)

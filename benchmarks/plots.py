@@ -1,4 +1,4 @@
-"""Plot the results: speed over length, and the time of a decoded token over the cache."""
+"""Plots the results: speed over length, and the time of a decoded token over the cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save_plots(content: Content, folder: Path) -> dict[str, str]:
 
 
 def is_square(workload: Workload | None, head_dim: int) -> bool:
-    """Return whether it is one of the rows that have all dtypes, directions, masks and lengths."""
+    """Return whether the workload's rows have all dtypes, directions, masks and lengths."""
     return (
         workload is not None
         and workload.is_plain
@@ -174,7 +174,7 @@ def draw(
 
 
 def draw_target(panel: Axes, results: list[Result]) -> None:
-    """Draw the target that our line is to reach."""
+    """Draw the target of our line."""
     points = [(length(it), least) for it in results if (least := target(it)) is not None]
     if points:
         panel.plot(*zip(*sorted(points)), color=COLORS[OURS], linestyle=":")
@@ -188,7 +188,7 @@ def draw_reading(panel: Axes, results: list[Result]) -> None:
 
 
 def finish(figure: Figure, axes: list[list[Axes]], title: str) -> None:
-    """Draw one legend for all panels, of the contenders that are in any of them."""
+    """Draw one legend for all panels, with every contender that occurs."""
     entries: dict[str, Artist] = {}
     for row in axes:
         for panel in row:

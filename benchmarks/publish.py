@@ -1,4 +1,4 @@
-"""Put the figures of a results file into README.md and docs/performance.md, between their marks."""
+"""Writes figures of a results file into README.md and docs/performance.md, between marks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GALLERY = REPOSITORY / "docs" / "flex_attention.md"
 IMAGES = REPOSITORY / "docs" / "images"
 GALLERY_SECTION = "flex gallery"
 FRONT_PLOT = "attention_speed_64.png"
-# The rows of the front page: for each kind of work a table of the benchmark.
+# The rows of the front page: a table of the benchmark for each kind of work.
 KINDS = {
     "attention": "attention forward",
     "its gradients": "attention backward",
@@ -40,7 +40,7 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class Published:
-    """The files that figures go into, so that a test can choose other places."""
+    """The files that figures are written to; tests choose others."""
 
     readme: Path = README
     performance: Path = PERFORMANCE
@@ -49,9 +49,10 @@ class Published:
 
 
 def publish(content: Content, places: Published, sections: Sequence[str]) -> list[Path]:
-    """Write the summary into README, and the headline rows into the manual, with their plots, if
-    these are all sections; and the speed of the gallery's variants beside its code. Return the
-    pages.
+    """Write the figures into the pages, and return these.
+
+    README gets the summary, and the manual the headline rows with plots, if these are all sections;
+    the gallery gets the speed of its variants.
     """
     pages = []
     if GALLERY_SECTION in sections:
@@ -69,7 +70,7 @@ def publish(content: Content, places: Published, sections: Sequence[str]) -> lis
 
 
 def gallery_speeds(content: Content) -> str:
-    """Say how fast the variants are, and beside what."""
+    """Describe the speed of the variants, relative to dense attention."""
     results = content.by_section()[GALLERY_SECTION]
     rows = report.gallery_table(results, flex.DENSE)
     size = ", ".join(results[0].name.split(", ")[3:5])
@@ -90,7 +91,7 @@ def replace_between_marks(path: Path, figures: str) -> None:
 
 
 def tables(content: Content, images: dict[str, str]) -> str:
-    """Write the headline rows as Markdown, in short, and the plots: descriptions by path."""
+    """Return the headline rows as short Markdown tables, with plots: descriptions by path."""
     parts = []
     for name, results in content.by_section(headline=True).items():
         section = report.SECTIONS[name]
@@ -104,13 +105,13 @@ def tables(content: Content, images: dict[str, str]) -> str:
 
 
 def front_page(content: Content, images: dict[str, str]) -> str:
-    """Write a row for each kind of work, one plot, and where it was measured."""
+    """Return a row for each kind of work, one plot, and the machine."""
     texts = (content.one_core, f"Measured on: {report.caption(content)}")
     return "\n\n".join([markdown_table(summary(content)), *plots_of(images), *filter(None, texts)])
 
 
 def summary(content: Content) -> list[list[str]]:
-    """Compare each kind of work with its best peers, and name the rows in which one is faster."""
+    """Compare each kind of work with its best peers, and name the rows where one is faster."""
     rows = [["kind of work", "rows", "times the best peer", "least to most", "a peer is faster in"]]
     for kind, section in KINDS.items():
         compared = [
@@ -142,7 +143,7 @@ def times_the_best_peer(result: Result) -> float:
 
 
 def in_short(results: Sequence[Result]) -> str:
-    """Name some of the rows, and count the others."""
+    """Name the first rows, and count the others."""
     if not results:
         return "none"
     names = [f"{it.name} ({it.threads} thread{'s' * (it.threads > 1)})" for it in results]

@@ -1,4 +1,4 @@
-"""Compare foo::linear_int8 and foo::linear_int4 with torch's own, and with unquantized weights."""
+"""Compares foo::linear_int8 and foo::linear_int4 with torch's, and with unquantized weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DTYPES = ("float32", "bfloat16")
 GROUP_SIZES = (32, 128)
 ROWS = (64, 1024)
 READ_TARGET, TARGET = 0.70, 0.60
-"""Of the read bandwidth for one row, and of the peak of float32 for more."""
+"""Target fractions: of the read bandwidth for one row, of the float32 peak for more."""
 
 Weights = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with weights of 8 bits, or of 4 bits in groups, and the rows that it is given."""
+    """A layer with weights of 8 bits, or of 4 bits in groups, and its number of input rows."""
 
     dtype: str
     rows: int
@@ -52,7 +52,7 @@ class Layer:
         return 2 * self.rows * self.width * self.outputs
 
     def weight_bytes(self) -> int:
-        """Count what is read: integers, scales and zeros."""
+        """Count the bytes of integers, scales and zeros."""
         size = getattr(torch, self.dtype).itemsize
         if self.group_size is None:
             return self.outputs * (self.width + size)
@@ -108,20 +108,20 @@ def contenders(layer: Layer) -> Contenders:
         name: partial(forward, *way, input, least) for name, way in ways.items()
     }
     if layer.group_size is None:
-        # With 4 bits it calls torch's own kernel, of the row's other peer.
+        # With 4 bits torchao calls torch's own kernel, which is already a peer.
         makers[TORCHAO] = lambda: forward(F.linear, (int8_by_torchao(dense),), input, least)
     return makers
 
 
 def forward(function: Callable[..., Tensor], weights: Weights, input: Tensor, least: int) -> Local:
-    """Read at least so many bytes of weights in turn, as one row does those of a model."""
+    """Alternate between copies of the weights, ``least`` bytes in all, like layers of a model."""
     copies = -(-least // sum(map(bytes_of, weights)))
     following = itertools.cycle([weights, *(clones(weights) for _ in range(copies - 1))])
     return Local(lambda: function(input, *next(following)), torch.no_grad)
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Count what a weight has in memory; a subclass of tensors tells its parts by their names."""
+    """Count a weight's bytes; a tensor subclass lists the names of its parts."""
     if not hasattr(weight, "__tensor_flatten__"):
         return weight.nbytes
     names, _ = weight.__tensor_flatten__()
@@ -143,7 +143,7 @@ def torch_int4(input: Tensor, packed: Tensor, scales_and_zeros: Tensor) -> Tenso
 
 
 def pack_for_torch(weight: Tensor, scale: Tensor, zero: Tensor) -> Weights:
-    """Give torch the same numbers: it computes (integer - 8) * scale + zero, with its own zero."""
+    """Convert for torch, which computes (integer - 8) * scale + zero, with another zero."""
     groups = weight.unflatten(1, (scale.shape[1], -1))
     integers = torch.cat((groups & 15, groups >> 4), 2).flatten(1).int()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(integers, 1)
@@ -154,7 +154,7 @@ def pack_for_torch(weight: Tensor, scale: Tensor, zero: Tensor) -> Weights:
 
 
 def int8_by_torchao(dense: Tensor) -> Tensor:
-    """Quantize a weight as its users do; ModuleNotFoundError where it is not installed."""
+    """Quantize a weight as torchao's users do; raises ModuleNotFoundError without torchao."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     outputs, width = dense.shape

@@ -1,4 +1,4 @@
-"""Make tables of the results file."""
+"""Makes tables from a results file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from benchmarks.targets import (
 NONE = "-"
 TEXTS = ("case", "verdict")
 FOLDED = 16
-"""The least width of a verdict."""
+"""The width that a verdict may be folded to."""
 NOT_JUDGED = "not judged: one core"
 LEGEND = (
     "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
@@ -63,10 +63,10 @@ LEGEND = (
 
 
 def caption(content: Content) -> str:
-    """Say what the tables show, and where it was measured."""
+    """Describe the machine and the method of the measurements."""
     machine = content.machine
     names = ("foo_ops", "torch", "zentorch", "torchao", "numba", "llvmlite")
-    # Results of older runs do not tell all of them.
+    # Results of older runs lack some versions.
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
     return (
         f"{machine['processor']} ({machine['llvm target'].partition(',')[0]}), vectors of "
@@ -78,7 +78,7 @@ def caption(content: Content) -> str:
 
 
 def table_of(content: Content, section: str, results: Sequence[Result]) -> list[list[str]]:
-    """Return the header and the rows."""
+    """Return the header and the rows of a table."""
     if section in ("peaks", "bandwidth"):
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
@@ -112,9 +112,9 @@ def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 
 def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
-    """Write the ratio of the figures shown: the title says which way is better.
+    """Return rows with ratios of the figures shown; the title says which direction is better.
 
-    Ours with an option, as in ``foo, 8 bits``, is compared with the peers that have it, too.
+    Ours with an option, as in ``foo, 8 bits``, is compared with the peers that also have it.
     """
     ours, *others = dict.fromkeys(name for result in results for name in result.seconds)
     pairs = [(_with_option(ours, it, others), it) for it in others if not it.startswith(f"{ours},")]
@@ -134,7 +134,7 @@ def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 
 def _with_option(ours: str, peer: str, others: Sequence[str]) -> str:
-    """Return ours with the option of ``llama.cpp, 8 bits``, or without, where there is none."""
+    """Return ours with the peer's option, as in ``llama.cpp, 8 bits``, if there is one."""
     _, comma, option = peer.partition(",")
     return ours + comma + option if ours + comma + option in others else ours
 
@@ -169,7 +169,7 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
 
 
 def peer_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
-    """Write rows that have one peer each, which their names say, and a target beside it."""
+    """Return rows with one peer each, which their names contain, and its target."""
     rows = [["case", "threads", OURS, "peer", "times as fast", "target", "verdict"]]
     for result in results:
         row = [result.name, str(result.threads), peer_cell(result, OURS, unit)]
@@ -184,9 +184,7 @@ def peer_table(content: Content, results: Sequence[Result], unit: str) -> list[l
 
 
 def gallery_table(results: Sequence[Result], peer: str) -> list[list[str]]:
-    """Write a row for each variant: milliseconds, and in brackets how many times as fast as the
-    peer.
-    """
+    """Return a row for each variant: milliseconds, and the speed relative to the peer."""
     rows: dict[str, list[str]] = {}
     columns: dict[str, None] = {}
     for result in results:
@@ -201,7 +199,7 @@ def gallery_table(results: Sequence[Result], peer: str) -> list[list[str]]:
 def linear_table(
     content: Content, results: Sequence[Result], unit: str, peers: Sequence[str]
 ) -> list[list[str]]:
-    """Write the targets of one thread; two threads are compared with that."""
+    """Return rows with targets for one thread; two threads are compared with one."""
     rows = [["case", "threads", OURS, "of peak", "target", "one thread"]]
     rows[0] += [*peers, f"{OURS} / torch", "verdict"]
     for result in results:
@@ -257,7 +255,7 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
 
 
 def digest_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
-    """Write a row for each case on one thread, with two in a column, and the fastest peer."""
+    """Return a row per case on one thread, with columns for two threads and the fastest peer."""
     rows = [["case", OURS, "of peak", "target", "2 threads", "best peer", f"{OURS} / best peer"]]
     for result in (it for it in results if it.threads == 1):
         two_threads = content.on_threads(result, 2)
@@ -285,7 +283,7 @@ def judgement(content: Content, result: Result, verdict: str) -> str:
 
 
 def tally(content: Content) -> str:
-    """Say how many rows of attention reach all their targets, and where a peer is faster."""
+    """Count the rows of attention that reach all targets, and those where a peer is faster."""
     rows = [it for it in content.results if it.workload and content.is_judged(it)]
     verdicts = [verdict(it, content.one_thread(it)) for it in rows]
     slower = [against_peer(it) for it in rows]
@@ -296,7 +294,7 @@ def tally(content: Content) -> str:
 
 
 def slower(content: Content) -> str:
-    """Name the rows in which `apply` makes a model slower, if models were measured."""
+    """List the rows in which `apply` makes a model slower, if models were measured."""
     if not any(it.section == models.SECTION for it in content.results):
         return ""
     rows = [
@@ -323,13 +321,13 @@ def median(values: Sequence[float]) -> str:
 
 
 def number(value: float) -> str:
-    """Write three significant digits: 0.12, 1.23, 12.3, 123, 1234."""
+    """Format with three significant digits: 0.12, 1.23, 12.3, 123, 1234."""
     digits = max(0, 2 - (len(str(int(value))) - 1))
     return f"{value:.{digits}f}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write the median, and the quartiles where there is more than one value."""
+    """Format the median, and the quartiles if there is more than one value."""
     low, middle, high = quartiles(values)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})" if len(values) > 1 else f"{middle:.2f}"
 
@@ -339,7 +337,7 @@ def _in_lines(column: str) -> str:
 
 
 def _parts(rows: list[list[str]], width: int) -> list[list[list[str]]]:
-    """Cut a table that is too wide for the console. Each part tells the cases and threads."""
+    """Split a table that is too wide for the console; each part repeats case and threads."""
     header = rows[0]
     repeated = [place for place, column in enumerate(header) if column in ("case", "threads")]
     parts = [repeated]

@@ -1,4 +1,4 @@
-"""Read and write the results file."""
+"""Reads and writes the results file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Content:
     machine: dict[str, str]
     results: list[Result]
     one_core: str = ""
-    """A sentence if two threads get one core only."""
+    """A sentence if two threads get one core only, else empty."""
 
     def is_like(self, other: Content) -> bool:
-        """Return whether both are of one machine, the same versions and one mode."""
+        """Return whether both have the same machine, versions and mode."""
         facts = (self.machine, self.mode, self.one_core)
         return facts == (other.machine, other.mode, other.one_core)
 
     def is_judged(self, result: Result) -> bool:
-        """Return whether the row is judged; it is not where several threads share a core."""
+        """Return whether the row is judged; rows of threads that share a core are not."""
         return result.threads == 1 or not self.one_core
 
     def one_thread(self, result: Result) -> Result | None:
-        """Return the row that a row of several threads is compared with."""
+        """Return the row of one thread that a row of several threads is compared with."""
         return None if result.threads == 1 else self.on_threads(result, 1)
 
     def on_threads(self, result: Result, threads: int) -> Result | None:
-        """Return the row of the same case on so many threads."""
+        """Return the row of the same case with this number of threads."""
         key = (result.section, result.name, threads)
         rows = [it for it in self.results if (it.section, it.name, it.threads) == key]
         return rows[0] if rows else None
@@ -56,7 +56,7 @@ class Content:
         return found
 
     def failures(self) -> list[str]:
-        """Say which contender was missing, why, and in how many rows."""
+        """List the contenders that were missing, with reasons and numbers of rows."""
         reasons = [
             f"{name}: {reason}" for it in self.results for name, reason in it.failures.items()
         ]
@@ -64,7 +64,7 @@ class Content:
 
 
 def save(path: Path, results: Sequence[Result], mode: str, one_core: str = "") -> None:
-    """Write results; other tables that the file has of this machine and mode stay."""
+    """Write results; other tables in the file, of this machine and mode, are kept."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = Content(date, mode, machine_facts(), list(results), one_core)
     if path.is_file() and (earlier := load(path)).is_like(content):

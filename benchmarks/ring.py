@@ -1,8 +1,8 @@
 """Time ring attention and count its memory, on several processes beside one.
 
 ``python -m benchmarks.ring`` prints a table for a sequence of 65536, forward and backward, causal
-and balanced, on device foo, which counts every byte. Processes on one machine share its cores: what
-the table shows is the memory of each, and what the way round costs.
+and balanced, on device foo, which counts every byte. Processes on one machine share its cores, so
+the table shows the memory of each, and the overhead of the ring.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADS, KEY_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def measure(length: int, rounds: int) -> tuple[float, float]:
-    """Return the seconds of a forward and a backward pass, and the most MiB beside the inputs."""
+    """Return the seconds of a forward and a backward pass, and the peak MiB besides the inputs."""
     generator = torch.Generator().manual_seed(0)
     parts = [
         shard_sequence(
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=65536, help="of the sequence")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
-    # Of the processes that this one starts.
+    # For the processes that this one starts.
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

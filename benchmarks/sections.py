@@ -1,4 +1,4 @@
-"""Name the tables of the benchmark."""
+"""The tables of the benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Section:
-    """A table, whose ``unit`` names a time (us, ms) or a rate (GB/s, GFLOP/s)."""
+    """A table; its ``unit`` is a time (us, ms) or a rate (GB/s, GFLOP/s)."""
 
     title: str
     unit: str
@@ -70,5 +70,5 @@ SECTIONS = {
     ),
     "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
 }
-# Where memory is measured, what would be seconds are megabytes.
+# For measurements of memory, the seconds are megabytes.
 SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3, "MB": 1.0}

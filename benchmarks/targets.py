@@ -1,4 +1,4 @@
-"""Say what attention is to reach, and judge rows by it."""
+"""Targets, and verdicts of rows."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ PEAK_FRACTIONS = {
     ("bfloat16", "backward", "dense"): 0.55,
     ("bfloat16", "backward", "causal"): 0.48,
 }
-"""Of useful work, on one thread, from `SHORTEST` on, with these head dimensions, no options.
+"""Fractions of the peak on one thread, for lengths from `SHORTEST` and `HEAD_DIMS`, no options.
 
-Of the peak of vectors: a matrix unit is done with the products of a tile before vectors are with
-its exponentials, so that it has no fraction of its peak to reach.
+Useful work counts. The peak is that of vectors: a matrix unit finishes the products of a tile
+before the vectors finish its exponentials, so there is no target for it.
 """
 SHORTEST = 512
 HEAD_DIMS = (64, 128)
 FLOAT32 = "our float32"
 FLOAT16_FRACTION = 0.9
-"""Of our own speed in float32, forward."""
+"""Forward, of our own speed in float32."""
 READ_FRACTION = 0.80
-"""Decoding, of the read bandwidth on the same number of threads, for `DECODING_LENGTH` keys."""
+"""Fraction of the read bandwidth, with as many threads, in decoding with `DECODING_LENGTH` keys."""
 DECODING_LENGTH = 8192
 SHORT_SPEEDUP = 1.5
-"""Over torch's flash attention, forward, for `SHORT_LENGTH` and a head dimension of 64."""
+"""Speedup over torch's flash attention, forward, for `SHORT_LENGTH` and a head dimension of 64."""
 SHORT_LENGTH = 128
 SCALING = 1.85
-"""Of two threads over one."""
+"""Speedup of two threads over one."""
 FIRST_CALL_SECONDS = {"warm": 0.05, "cold": 2.0}
-"""With the compiled kernel on disk, and without."""
+"""Seconds with the compiled kernel on disk, and without."""
 
 LEAST_OF_MODEL = 0.97
-"""With `apply`, less than this part of a model's own speed is slower, and no noise."""
+"""With `apply`, a speed below this fraction of the model's own is slower, beyond noise."""
 
 DEVICE_LIMITS: dict[str, Callable[[float], float]] = {
     device.FALLBACK: lambda cpu: cpu + 1.5e-6,
     device.ALLOCATION: lambda cpu: 0.5e-6,
     device.TRAINING: lambda cpu: cpu,
 }
-"""Seconds that a call on foo may take, by the seconds of the same call on the CPU."""
+"""Limits of the seconds of a call on foo, given those of the same call on the CPU."""
 DEVICE_SPEEDUP = 4.0
-"""Over the CPU where it pays for the page faults of each large result."""
+"""Speedup over the CPU where the CPU has page faults for each large result."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Requires our rate to be at least so many times another.
+    """Requires our rate to be at least ``least`` times another.
 
-    ``measured`` has the ratio for each round, of rates taken in that round.
+    ``measured`` has the ratio of each round, of rates measured in that round.
     """
 
     reference: str
@@ -66,7 +66,7 @@ class Requirement:
     measured: list[float]
 
     def shortfall(self) -> str:
-        """Say by how much it is missed; empty if it is met."""
+        """Describe by how much it is missed; empty if it is met."""
         middle = statistics.median(self.measured)
         if middle >= self.least:
             return ""
@@ -74,7 +74,7 @@ class Requirement:
 
 
 def requirements(result: Result, one_thread: Result | None) -> list[Requirement]:
-    """List what the row has to reach beside its peers; ``one_thread`` is its row for one thread."""
+    """List a row's requirements besides its peers; ``one_thread`` is its row for one thread."""
     workload = result.workload
     if workload is None:
         return []
@@ -98,7 +98,7 @@ def one_thread_requirements(result: Result) -> list[Requirement]:
     found = []
     long = workload.query_length >= SHORTEST and workload.head_dim in HEAD_DIMS
     peak = peak_of(result)
-    # Without units for bfloat16 it is to be as fast as float32.
+    # Without units for bfloat16, the target is that of float32.
     dtype = "float32" if peak == FMA and workload.dtype == "bfloat16" else workload.dtype
     least = PEAK_FRACTIONS.get((dtype, workload.direction, workload.mask))
     if long and least is not None and workload.dtype != "float16" and peak != MATRIX:
@@ -114,7 +114,7 @@ def one_thread_requirements(result: Result) -> list[Requirement]:
 
 
 def target(result: Result) -> float | None:
-    """Return the fraction of the peak that the row is to reach, if it is compared with that."""
+    """Return the row's target as a fraction of the peak, if it has one."""
     peak = peak_of(result)
     for requirement in requirements(result, None):
         if requirement.reference == peak:
@@ -136,29 +136,30 @@ def fractions(result: Result, reference: str) -> list[float]:
 
 
 def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Divide round by round, as long as both took part."""
+    """Divide round by round, as long as both have rounds."""
     return [mine / other for mine, other in zip(ours, others)]
 
 
 def speedups(result: Result, peer: str) -> list[float]:
-    """Return how many times as fast as the peer ours is, round by round.
+    """Return our speed relative to the peer, round by round.
 
-    The work is the same for both, and rows that are only timed have none.
+    Computed from seconds, since the work is the same for both, and rows that are only timed have
+    none.
     """
     return ratios(result.seconds[peer], result.seconds[OURS])
 
 
 def best_peer(result: Result) -> str | None:
-    """Return the peer that is fastest by its median."""
+    """Return the peer with the fastest median."""
     return min(
         result.peers(), key=lambda name: statistics.median(result.seconds[name]), default=None
     )
 
 
 def against_peer(result: Result) -> str:
-    """Say by how much a peer is faster than ours; empty where none is.
+    """Describe by how much a peer is faster than ours; empty if none is.
 
-    A peer that is faster in the median, but not in three rounds of four, is level with ours.
+    A peer that is faster in the median, but not in three of four rounds, is level with ours.
     """
     peer = best_peer(result)
     if peer is None:
@@ -172,20 +173,20 @@ def against_peer(result: Result) -> str:
 
 
 def verdict(result: Result, one_thread: Result | None) -> str:
-    """Return ``reached``, or all that the row falls short of."""
+    """Return ``reached``, or all targets that the row misses."""
     parts = [it.shortfall() for it in requirements(result, one_thread)]
     parts.append(against_peer(result))
     return "; ".join(filter(None, parts)) or "reached"
 
 
 def linear_target(result: Result) -> float:
-    """Return the fraction of the peak that a row of linear layers is to reach."""
+    """Return the target of a row of linear layers, as a fraction of the peak."""
     is_quantized = result.section in quantized_linear.SECTIONS
     return quantized_linear.target(result.name) if is_quantized else linear.target(result.name)
 
 
 def linear_verdict(result: Result, one_thread: Result | None) -> str:
-    """Return ``reached``, or what a row of linear layers falls short of."""
+    """Return ``reached``, or the targets that a row of linear layers misses."""
     parts = [against_peer(result)]
     if one_thread is None:
         peak, least = peak_of(result), linear_target(result)
@@ -194,14 +195,14 @@ def linear_verdict(result: Result, one_thread: Result | None) -> str:
 
 
 def peer_requirement(result: Result) -> Requirement:
-    """Return what a row has to reach beside its only peer."""
+    """Return a row's requirement relative to its only peer."""
     (peer,) = result.peers()
     assert result.least is not None
     return Requirement(peer, result.least, speedups(result, peer))
 
 
 def slower_models(results: Sequence[Result]) -> list[tuple[Result, float]]:
-    """List the rows in which `apply` makes a model slower, and how many times as fast it is."""
+    """List the rows in which `apply` makes a model slower, with its relative speed."""
     compared = [
         (it, statistics.median(speedups(it, models.AS_IT_IS)))
         for it in results
@@ -211,16 +212,16 @@ def slower_models(results: Sequence[Result]) -> list[tuple[Result, float]]:
 
 
 def device_limits(result: Result) -> list[float]:
-    """Return the seconds that a call on foo may take, round by round."""
+    """Return the limits of the seconds of a call on foo, round by round."""
     limit = DEVICE_LIMITS.get(result.name, lambda cpu: cpu / DEVICE_SPEEDUP)
     peer = result.seconds.get(device.CPU, [0.0] * len(result.seconds[OURS]))
     return [limit(seconds) for seconds in peer]
 
 
 def device_verdict(result: Result) -> str:
-    """Return ``reached``, or by how much it takes too long.
+    """Return ``reached``, or by how much the row exceeds its limit.
 
-    What is longer in the median, but not in three rounds of four, is level with the limit.
+    A row that exceeds it in the median, but not in three of four rounds, is level with the limit.
     """
     low, middle, _ = quartiles(ratios(result.seconds[OURS], device_limits(result)))
     if middle <= 1:
@@ -229,7 +230,7 @@ def device_verdict(result: Result) -> str:
 
 
 def first_call_verdict(result: Result) -> str:
-    """Return ``reached``, or which first call takes too long."""
+    """Return ``reached``, or the first calls that take too long."""
     parts = [
         f"{name} longer than {limit * 1000:.0f} ms"
         for name, limit in FIRST_CALL_SECONDS.items()

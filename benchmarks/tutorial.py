@@ -1,4 +1,4 @@
-"""Define the operators of docs/kit.md, to measure them beside the same of PyTorch's operators."""
+"""The operators of docs/kit.md, to compare them with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foo_ops import language, library
 
 SECTION = "kit"
 WIDTH = 4096
-# In a kernel math.sqrt(0.5) would be a float64, and make float64 of what it meets.
+# In a kernel math.sqrt(0.5) would be float64, and promote other operands to float64.
 ROOT_OF_HALF = math.sqrt(0.5)
 
 
@@ -95,7 +95,7 @@ def row_norm(input: Any, eps: Any, output: Any, rows: Any) -> None:
 
 
 def _operator(ours: Any, theirs: Any, count: int, *moved: int) -> Operator:
-    """Make a row for so many arguments of one shape."""
+    """Make a row for ``count`` arguments of one shape."""
     return Operator(ours, theirs, partial(like_input, count=count), moved, WIDTH)
 
 

@@ -1,4 +1,4 @@
-"""Describe what a row of attention's benchmark works on, and how much work that is."""
+"""The workloads of attention's benchmark, and how much work they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PACKED_TENTHS = (1, 2, 3, 4)
-"""Lengths of packed sequences, in tenths of all: as unequal as those of real text."""
+"""Lengths of packed sequences, in tenths of the total: as unequal as in real text."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Workload:
 
     Attributes:
         direction: "forward" or "backward".
-        dtype: by its name: float32, bfloat16 or float16.
-        copies: so many sets of inputs are used in turn. The caches of a model's layers follow each
-            other in the same way, and are not in the processor's cache.
-        value_dim: the head dimension of value, where it is not that of query and key.
-        has_bias: whether a bias for each head, query and key is added, which takes a gradient.
+        dtype: the name: float32, bfloat16 or float16.
+        copies: the number of input sets, used in turn, like the caches of a model's layers, so they
+            are not in the processor's cache.
+        value_dim: the head dimension of value, if it differs from that of query and key.
+        has_bias: whether a bias for each head, query and key is added, which requires a gradient.
         dropout_p: as in `attention`.
-        window: so many keys, up to its own, are seen by a query.
+        window: the number of keys that a query sees, up to its own.
         is_packed: whether sequences of different lengths follow each other, without padding.
     """
 
@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether dense or causal is all there is to say."""
+        """Return whether there are no options beside dense or causal."""
         return not (
             self.value_dim or self.has_bias or self.dropout_p or self.window or self.is_packed
         )
@@ -64,14 +64,14 @@ class Workload:
 
     @property
     def heads(self) -> str:
-        """Write ``8``, or ``32/8`` where heads share keys and values."""
+        """Return ``8``, or ``32/8`` where heads share keys and values."""
         if self.query_heads == self.key_heads:
             return str(self.query_heads)
         return f"{self.query_heads}/{self.key_heads}"
 
     @property
     def head_dims(self) -> str:
-        """Write ``64``, or ``192/128`` where value has another dimension."""
+        """Return ``64``, or ``192/128`` where value has another dimension."""
         return f"{self.head_dim}/{self.value_dim}" if self.value_dim else str(self.head_dim)
 
     @property
@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def option(self) -> str:
-        """Name what there is beside dense or causal."""
+        """Name the options."""
         parts = {
             "value of another dimension": self.value_dim,
             "bias with gradient": self.has_bias,
@@ -91,12 +91,12 @@ class Workload:
         return ", ".join(text for text, is_there in parts.items() if is_there)
 
     def sequence_lengths(self) -> list[int]:
-        """Return the lengths of the packed sequences; the last takes what is left over."""
+        """Return the lengths of the packed sequences; the last gets the remainder."""
         lengths = [self.key_length * tenths // 10 for tenths in PACKED_TENTHS[:-1]]
         return [*lengths, self.key_length - sum(lengths)]
 
     def visible_pairs(self) -> int:
-        """Count the pairs of a query and a key that it sees, for each head."""
+        """Count the visible pairs of a query and a key, per head."""
         if self.is_packed:
             alone = (
                 dataclasses.replace(self, is_packed=False, query_length=length, key_length=length)
@@ -109,9 +109,9 @@ class Workload:
         return sum(min(query + 1, most) for query in range(self.query_length))
 
     def flops(self) -> float:
-        """Count the useful operations: 2 * D for a visible pair and a product of matrices.
+        """Count the useful operations: 2 * D per visible pair and matrix product.
 
-        These are the scores and the output; backward the scores again, the gradient of the weights
+        The products are scores and output; backward the scores again, the gradient of the weights
         and those of query, key and value.
 
         >>> Workload("forward", "float32", False, 512, 512, 64).flops() == 4 * 8 * 512 * 512 * 64
@@ -127,9 +127,7 @@ class Workload:
         return 2 * self.batch * self.key_heads * self.key_length * self.head_dim * itemsize
 
     def inputs(self) -> list[tuple[Tensor, ...]]:
-        """Make ``copies`` sets of query, key, value and the bias, if any; the same in every
-        process.
-        """
+        """Make ``copies`` sets of query, key, value and any bias; the same in every process."""
         generator = torch.Generator().manual_seed(0)
 
         def tensor(shape: tuple[int, ...]) -> Tensor:
@@ -139,8 +137,9 @@ class Workload:
         return [tuple(tensor(shape) for shape in self.shapes()) for _ in range(self.copies)]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the inputs. Packed sequences have no dimension of the batch, and
-        heads come second.
+        """Return the shapes of the inputs.
+
+        Packed sequences have no batch dimension, and heads come second.
         """
         sizes = (
             (self.query_heads, self.query_length, self.head_dim),
@@ -156,7 +155,7 @@ class Workload:
         ]
 
     def in_turn(self, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Return the function of no arguments that takes the next set of inputs with each call."""
+        """Return a function without arguments that uses the next set of inputs in each call."""
         sets = itertools.cycle(self.inputs())
         return lambda: function(*next(sets))
 
@@ -169,7 +168,7 @@ class Workload:
     # ------------------------------------------------------------------ for those who lack options
 
     def mask_arguments(self) -> dict[str, Any]:
-        """Return a mask of what a query sees, for functions that know no window."""
+        """Return mask arguments for functions that do not support windows."""
         if not self.window:
             return {"is_causal": self.is_causal}
         distance = torch.arange(self.query_length)[:, None] - torch.arange(self.key_length)
@@ -188,5 +187,5 @@ class Workload:
         return call
 
     def comparable(self, result: Tensor) -> Tensor:
-        """Return what contenders must agree on: the norm, if each drops weights of its own."""
+        """Return the values that must agree: the norm if each contender draws its own dropout."""
         return torch.linalg.vector_norm(result) if self.dropout_p else result

@@ -1,4 +1,4 @@
-"""Run zentorch in a process of its own, so that its import changes nothing for the others.
+"""Runs zentorch in a process of its own, so that its import does not affect the others.
 
 ``python -m benchmarks.zentorch_process DESCRIPTOR`` serves a `Zentorch` through a connection.
 """
@@ -23,7 +23,7 @@ from benchmarks.workload import Workload
 class Zentorch:
     """Calls zentorch's attention as its compiler does.
 
-    Raises what zentorch raises in its process, ModuleNotFoundError where it is not installed.
+    Raises the errors of zentorch's process, such as ModuleNotFoundError if it is not installed.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -51,12 +51,12 @@ def request(name: str, *arguments: Any) -> Any:
 
 @functools.cache
 def process() -> Connection:
-    """Connect to the one process, which ends when the connection does."""
+    """Start and connect to the one process, which ends with the connection."""
     here, there = Pipe()
     subprocess.Popen(
         [sys.executable, "-m", "benchmarks.zentorch_process", str(there.fileno())],
         pass_fds=[there.fileno()],
-        # zentorch beside torch as its users have it.
+        # As zentorch's users have it, without foo_ops.
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
     there.close()
@@ -73,12 +73,12 @@ class Server:
         self.timer = timeit.Timer()
 
     def prepare(self, workload: Workload) -> Any:
-        """Make the inputs ready, and return the output for the first of them."""
+        """Prepare the inputs, and return the output for the first set."""
         import zentorch  # noqa: F401
 
         arguments = {"dropout_p": workload.dropout_p, **workload.mask_arguments()}
         if "attn_mask" in arguments:
-            # It takes none of bool.
+            # zentorch does not support bool masks.
             seen = arguments["attn_mask"]
             hidden = torch.full(seen.shape, -torch.inf, dtype=getattr(torch, workload.dtype))
             arguments["attn_mask"] = hidden.masked_fill(seen, 0.0)

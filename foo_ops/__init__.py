@@ -4,7 +4,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# At its end torch calls the entry point (_entry_point), which finds this import under way.
+# At the end of its import, torch calls our entry point (_entry_point), which finds that this import
+# is under way.
 import torch  # noqa: F401
 
 from foo_ops._autoload import autoload

@@ -1,4 +1,4 @@
-"""Do something once a module has been imported, without importing it."""
+"""Call functions once a module has been imported, without importing it."""
 
 import importlib.abc
 import importlib.machinery
@@ -15,7 +15,7 @@ _waiting: dict[str, list[Action]] = {}
 def after_import(name: str, action: Action) -> None:
     """Call ``action`` now if the module is loaded, else as soon as it is.
 
-    For what registers with modules of torch that take long to import and that few programs use.
+    Serves registrations with modules of torch that import slowly and that few programs use.
     """
     if name in sys.modules:
         action()
@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that calls what waits after the module has been executed."""
+    """A loader that calls the waiting actions after the module has been executed."""
 
     def __init__(self, loader: importlib.abc.Loader, name: str) -> None:
         self._loader = loader

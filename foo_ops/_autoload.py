@@ -1,5 +1,6 @@
-"""Loads the compiled companion, if it was built for the torch that is here and no other backend has
-its place, and what it needs.
+"""Load the compiled companion, the device and the operators.
+
+The companion must have been built for the installed torch, and no other backend may have its place.
 
 This module imports torch only inside its functions, so that ``import foo_ops`` and ``import torch``
 work in either order.
@@ -33,8 +34,9 @@ def autoload() -> None:
 
 
 def check_torch() -> None:
-    """Raise an ImportError where the companion was built for another torch: it might end the
-    process.
+    """Raise an ImportError if the companion was built for another torch.
+
+    It might end the process.
     """
     import torch
 
@@ -51,8 +53,9 @@ def check_torch() -> None:
 
 
 def check_place() -> None:
-    """Raise an ImportError where another package is the backend of the key PrivateUse1: the
-    companion would register kernels beside its own.
+    """Raise an ImportError if another package is the backend of the key PrivateUse1.
+
+    The companion would register kernels beside those of that package.
     """
     import torch
 

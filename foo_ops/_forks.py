@@ -1,8 +1,8 @@
-"""A fork waits until the compiler of kernels is idle.
+"""Make a fork wait until the compiler of kernels is idle.
 
-Otherwise a child would find it in the middle of its work, with locks that nobody releases, as the
-thread that holds them is not in the child. So it is from the start of torch on: somebody else may
-compile with Numba before any kernel is needed here.
+Otherwise a child would find the compiler in the middle of its work, with locks that nobody
+releases, since the thread that holds them is not in the child. This holds from the start of torch:
+other code may compile with Numba before any kernel is needed here.
 """
 
 from __future__ import annotations

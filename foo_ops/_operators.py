@@ -21,16 +21,16 @@ from foo_ops import _C
 from foo_ops._schemas import SCHEMAS
 
 OPERATORS = "foo_ops.ops"
-"""Imports this module, and so it is imported by its name."""
+"""Imported by its name, since it imports this module."""
 RESOLVER = "foo_ops.kernels.compiler.resolve"
-"""Finds kernels, those of the device among them. It comes with the first one."""
+"""Finds kernels, also those of the device; imported with the first kernel."""
 
 
 class Definition(NamedTuple):
-    """An operator that was defined without a library: its own, and what it was defined with.
+    """An operator that was defined without a library: its own library, and its definition.
 
     Attributes:
-        module: the one that defined it; None for an operator that came with another one.
+        module: the module that defined it; None for an operator that came with another one.
         schema: with the operator's name, without namespace.
     """
 
@@ -40,18 +40,18 @@ class Definition(NamedTuple):
     tags: tuple[torch.Tag, ...]
 
     def destroy(self) -> None:
-        """End with the library that keeps this one as a registration of its own."""
+        """End together with the library that keeps this one as a registration."""
         self.library._destroy()
 
 
 _declared: dict[str, Definition] = {}
-"""Operators that nobody has defined yet, but for `declare`."""
-# Calls of all arguments have the last key. On their way there, autograd would warn of lost
-# gradients, and torch.vmap of a loop.
+"""Operators that only `declare` has defined so far."""
+# All calls have the last key. Before it, autograd would warn of lost gradients, and torch.vmap of a
+# loop.
 _EARLIER_KEYS, _LAST_KEY = ("Autograd", "FuncTorchBatched"), "BackendSelect"
 _importers: dict[tuple[str, str], Any] = {}
 """Kernels that import the operators, until each has its own."""
-# Where the operators are found while they are registered.
+# The namespace in which operators are found while they are registered.
 _namespace = torch.ops.foo
 _companion = os.stat(_C.__file__)
 
@@ -76,13 +76,13 @@ def take_declared(
 ) -> Definition | None:
     """Return the declaration of an operator that its module defines now, if it is the same.
 
-    Another one ends, as where a schema was changed and SCHEMAS was not yet.
+    A different declaration ends, as when a schema has been changed and SCHEMAS has not.
     """
     declared = _declared.get(name)
     if declared is None or declared.module != module:
         return None
     del _declared[name]
-    # Its own kernels come now. The last key's lets other threads wait for all of them.
+    # Its own kernels are registered next; until then the last key's makes other threads wait.
     for key in _EARLIER_KEYS:
         _importers.pop((name, key)).destroy()
     if (declared.schema, declared.tags) == (schema, tags):
@@ -96,9 +96,9 @@ def is_declared(name: str) -> bool:
 
 
 def load(name: str = OPERATORS) -> types.ModuleType:
-    """Import the operators; wait where another thread is at it, and in that thread go on.
+    """Import the operators; wait if another thread imports them, and go on in that thread itself.
 
-    What has been installed meanwhile does not go with the companion that is loaded.
+    Files that were installed meanwhile do not fit the companion that is loaded.
     """
     if name in sys.modules:
         return importlib.import_module(name)
@@ -111,17 +111,17 @@ def load(name: str = OPERATORS) -> types.ModuleType:
 
 
 def resolve(kernel: str, signature: str) -> int:
-    """Return the address of a kernel. C++ asks for it."""
+    """Return the address of a kernel; called from C++."""
     address: int = load(RESOLVER).resolve(kernel, signature)
     return address
 
 
-# A child that is forked meanwhile would wait for ever for the thread that imports them.
+# A child that is forked during the import would wait forever for the thread that imports.
 _loading = threading.RLock()
 
 
 def finish_loading() -> None:
-    """Wait for threads that import any of it, and let no other begin, before a fork."""
+    """Wait for threads that import operators, and let no other begin, before a fork."""
     _loading.acquire()
     for name in (OPERATORS, RESOLVER):
         if name in sys.modules:
@@ -134,9 +134,9 @@ os.register_at_fork(
 
 
 def complete() -> None:
-    """Say that all operators are registered: `foo_ops.ops` does at its end."""
+    """Mark all operators as registered; `foo_ops.ops` calls this at its end."""
     if isinstance(torch.ops.foo, _Namespace):
-        # First the operators found meanwhile: no other thread may find one a second time.
+        # First copy the operators found so far: no other thread may find one a second time.
         vars(torch.ops.foo).update(vars(_namespace))
         torch.ops.foo.__class__ = torch._ops._OpNamespace  # type: ignore[assignment]
     for registration in (*_importers.values(), *_declared.values()):
@@ -146,7 +146,7 @@ def complete() -> None:
 
 
 class _Namespace(torch._ops._OpNamespace):
-    """Stands for ``torch.ops.foo`` until the operators are there, and then is an ordinary one.
+    """Stands for ``torch.ops.foo`` until the operators are registered, then becomes ordinary.
 
     It holds no operator, so that other threads wait instead of finding one without its kernels.
     """
@@ -155,7 +155,7 @@ class _Namespace(torch._ops._OpNamespace):
         types.ModuleType.__init__(self, _namespace.__name__)
 
     def __getattr__(self, name: str) -> Any:
-        # Programs that look at modules, such as inspect, ask each for these.
+        # Programs that examine modules, such as inspect, look these up in each.
         if name.startswith("__"):
             raise AttributeError(f"{self.__name__} has no attribute {name!r}")
         load()

@@ -6,7 +6,7 @@ import os
 
 
 def switch(name: str) -> bool | None:
-    """Return what an environment variable says that is 0 or 1; None where it is not set."""
+    """Return whether an environment variable, 0 or 1, is 1; None if it is not set."""
     chosen = os.environ.get(name)
     if chosen and chosen not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {chosen}")

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main() -> None:
-    """Compile what the command line names, and say what it took."""
+    """Compile the operators that the command line names, and print counts and times."""
     arguments = _parser().parse_args()
     if arguments.all == bool(arguments.operators):
         sys.exit(f"foo_ops.compile: name operators, or --all: {', '.join(operators())}")
@@ -36,7 +36,7 @@ def main() -> None:
     obstacle = cache.obstacle()
     if obstacle is not None:
         sys.exit(f"foo_ops.compile: compiled kernels are not kept, since {obstacle}")
-    # Ours are wanted on other shapes than the samples', too.
+    # Our own products are wanted, too, since they serve other shapes than the samples'.
     os.environ["FOO_TORCH_PRODUCTS"] = "0"
     folder = cache.cache_directory()
     assert folder is not None
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def operators() -> dict[str, list[OpSpec]]:
-    """Return the specs of each operator: of ``abs`` those of ``abs_`` and ``abs.out``, too."""
+    """Return the specs of each operator; for ``abs`` also those of ``abs_`` and ``abs.out``."""
     found: dict[str, list[OpSpec]] = {}
     for spec in OPERATORS:
         name = spec.name.removeprefix("foo::").partition(".")[0].removesuffix("_")
@@ -66,7 +66,7 @@ def compile_operator(name: str, dtypes: list[torch.dtype]) -> None:
         >>> compile_operator("silu_mul", [torch.float32])
     """
     with warnings.catch_warnings():
-        # Some samples are empty, and some of torch's operators say so.
+        # Some samples are empty, and some of torch's operators warn of that.
         warnings.simplefilter("ignore")
         for spec in operators()[name]:
             for dtype in dtypes:

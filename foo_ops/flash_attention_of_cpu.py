@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention of the CPU on foo's kernels, where a user asks for it.
+"""Run the CPU's F.scaled_dot_product_attention on foo's kernels, if a user asks for it.
 
     >>> from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
     >>> activate_flash_attention_impl("foo")
@@ -7,9 +7,9 @@
     torch.Size([1, 2, 5, 16])
     >>> restore_flash_attention_impl()
 
-What torch gives to its own flash attention of the CPU goes to foo::attention then, forward and
-backward, eager and compiled, with the masks that it takes. What torch computes by its formula, such
-as dropout and masks with gradients, it still does.
+Then foo::attention replaces torch's own flash attention of the CPU, forward and backward, eager and
+compiled, with the masks that it takes. Calls that torch computes by its formula, such as those with
+dropout or masks with gradients, stay with torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NAME = "foo"
 
 
 class Activation:
-    """What torch keeps while foo's kernels are in the place of its own."""
+    """The object that torch keeps while foo's kernels replace its own."""
 
     def __init__(self) -> None:
         self._registration: Any = _C.replace_flash_attention_of_cpu()
 
     def remove(self) -> None:
-        """Put torch's kernels back."""
+        """Restore torch's kernels."""
         self._registration.destroy()
 
 
 def register() -> None:
-    """Tell torch the name, which activates foo's kernels.
+    """Register the name that activates foo's kernels with torch.
 
     Example:
         >>> "foo" in torch.nn.attention.list_flash_attention_impls()

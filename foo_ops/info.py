@@ -1,7 +1,7 @@
-"""``python -m foo_ops.info`` prints what belongs into a bug report.
+"""``python -m foo_ops.info`` prints the facts for a bug report.
 
 A report must come out on the machine that has the bug, so a fact that cannot be read is reported as
-unknown, with the reason. Numba is not imported: it may be what is broken.
+unknown, with the reason. Numba is not imported, since it may be broken itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VECTOR_UNITS = {
     "bf16": "BF16",
     "sve": "SVE",
 }
-"""LLVM's feature names, and the names that people know them by."""
+"""LLVM's feature names, and their common names."""
 
 VARIABLES = re.compile(r"FOO_|NUMBA_|OMP_|MKL_|GOMP_|KMP_|TORCH|PYTORCH|LD_PRELOAD$")
 

@@ -1,15 +1,15 @@
-"""The names that tile kernels use beside Python's arithmetic, ``math`` and their arguments.
+"""The names that tile kernels use besides Python's arithmetic, ``math`` and their arguments.
 
-Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
-of ``foo_ops.kernels.lang`` say what each does: views.py about arrays, items.py about indices,
-reduction.py about sums and maxima, math_functions.py about exp, erf, sin and the like, philox.py
-about random numbers, matrices.py and foo_ops/kernels/lang/dot.py about products of matrices,
-the package itself about explicit vectors; ``help(language.exp)`` says what one function does.
+Names are loaded when a kernel is compiled: importing this module imports no Numba. The modules of
+foo_ops/kernels/lang document arrays (views.py), indices (indexing.py), sums and maxima
+(reduction.py), random numbers (random.py) and products of matrices (dot.py); those of
+foo_ops/kernels/math document exp, erf, sin and the like, and those of foo_ops/kernels/simd explicit
+vectors. ``help(language.exp)`` documents one function.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
 adjacent elements (``x = input.row(row)``), ``i`` and ``j`` are indices, ``total`` is a number of
 x's type, and ``a``, ``b`` and ``output`` are views of two dimensions.
-With FOO_INTERPRET=1 all of them run as plain Python.
+With FOO_INTERPRET=1 all of them are interpreted by Python.
 
 Example:
     >>> from foo_ops import language
@@ -55,7 +55,7 @@ _MODULES = {
 }
 _PACKAGE = "foo_ops.kernels"
 MODULE_OF = {name: f"{_PACKAGE}.{module}" for module, names in _MODULES.items() for name in names}
-"""The module that each name is loaded from; it counts for the key of a kernel that has the name."""
+"""The module of each name, which is part of the cache key of a kernel that uses the name."""
 
 __all__ = sorted(MODULE_OF)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from foo_ops import library
 from foo_ops.testing import OpSpec, Sample, random
 
-# What follows from the number of the step is computed once, and not for each element: so a graph
-# of torch.compile takes it as numbers.
+# Factors that depend on the step number are computed once, not per element, so a graph of
+# torch.compile takes them as numbers.
 library.define(
     "examples::adamw_",
     "(Tensor(a!) parameter, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, *, "
@@ -42,7 +42,7 @@ def adamw_(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> None:
-    """Change a parameter and its two averages, all of one shape, in step 1, 2, ..."""
+    """Update a parameter and its two averages, all of one shape, in step 1, 2, ..."""
     if step < 1:
         raise ValueError(f"adamw_: step must be at least 1, got {step}")
     for name, average in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
@@ -74,7 +74,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; ``closure`` computes the loss and the gradients, if it is given."""
+        """Take a step; ``closure``, if given, computes the loss and the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

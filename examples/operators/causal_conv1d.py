@@ -1,4 +1,4 @@
-"""A short convolution over time that sees no future, for each channel alone, as in Mamba or Hyena.
+"""A short causal convolution over time, per channel, as in Mamba or Hyena.
 
     output[b, d, t] = bias[d] + sum_w weight[d, w] * input[b, d, t - W + 1 + w]
 
@@ -42,7 +42,7 @@ def causal_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def sum_of_taps(x: Any, w: Any, t: Any, taps: Any, total: Any) -> Any:
-    """Return what one element of the output is, at the beginning of a row or at its end."""
+    """Return one element of the output, at the beginning or the end of a row."""
     for tap in range(max(taps - 1 - t, 0), taps):
         total += w[tap] * x[t - taps + 1 + tap]
     return total

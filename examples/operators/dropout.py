@@ -1,11 +1,11 @@
-"""Dropout, and the mask of what was kept, which its backward pass multiplies by.
+"""Dropout, and its mask of kept elements, by which its backward pass multiplies.
 
-An element is kept where its number, of 32 bits, is at least p * 2^32, and divided by 1 - p. The
-number is Philox-2x32-10 (Salmon et al. 2011, section 3.3) of its place, with the seed as the key,
-and depends neither on threads nor on devices.
+An element is kept if its random number, of 32 bits, is at least p * 2^32, and divided by 1 - p. The
+number is Philox-2x32-10 (Salmon et al. 2011, section 3.3) of the element's index, with the seed as
+the key, and depends neither on threads nor on devices.
 
 Shows integers in kernels, a seed in a tensor, which torch.compile traces, and a second result for
-the backward pass: to draw the numbers again would take 5 times as long as to read a byte for each.
+the backward pass: drawing the numbers again would take 5 times as long as reading a byte for each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORD = 0xFFFFFFFF
 
 
 def dropout(input: Tensor, *, p: float = 0.5) -> Tensor:
-    """Drop elements of ``input``, floating-point, with probability p, as torch.manual_seed says."""
+    """Drop elements of ``input``, floating-point, with probability p; see torch.manual_seed."""
     seed = torch.randint(2**62, (1,), device=input.device)
     return torch.ops.examples.dropout(input, seed, p=p)[0]
 
@@ -57,10 +57,10 @@ def mixed_five_times(low: Any, high: Any, key: Any) -> Any:
 
 
 def philox(low: Any, high: Any, key: Any) -> Any:
-    """Return the first of the two words of 32 bits that ten rounds make of two words and a key.
+    """Return the first of the two 32-bit words after ten rounds on two words and a key.
 
-    Written out: with a loop over rounds inside, the loop over elements is not vectorised, and takes
-    4 times as long.
+    Unrolled: with an inner loop over rounds, the loop over elements is not vectorised, and takes 4
+    times as long.
     """
     low, high = mixed_five_times(low, high, key)
     low, high = mixed_five_times(low, high, key + 5 * KEY_STEP)
@@ -68,7 +68,7 @@ def philox(low: Any, high: Any, key: Any) -> Any:
 
 
 def scale_of(p: float) -> float:
-    """Return what is multiplied by where a number is kept."""
+    """Return the factor of kept elements."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -155,7 +155,7 @@ library.register_autograd("examples::dropout_backward", composite=composite_back
 
 
 def multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and the lower word of a product, by halves."""
+    """Return the upper and the lower word of a product, computed by halves."""
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -1,10 +1,10 @@
-"""Sums or means of bags of rows of a table, as recommendation models take them of their features.
+"""Sums or means of bags of rows of a table, as for the features of recommendation models.
 
     output[b] = sum_i weight[indices[i]] * per_sample_weights[i],  offsets[b] <= i < offsets[b + 1]
 
-Shows indices that the kernel itself refuses (``refuse=``), sums in registers, rows that are fetched
-ahead, and a gradient that is scattered on several threads without atomics: each part of the table
-looks through all indices for its own, which are checked before (``check=``).
+Shows indices that the kernel itself checks (``refuse=``), sums in registers, rows that are
+prefetched, and a gradient that is scattered on several threads without atomics: each part of the
+table searches all indices for its own, after a check (``check=``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def embedding_bag(
     *,
     mean: bool = False,
 ) -> Tensor:
-    """Return the sum or the mean of each bag, (bags, D); that of an empty bag is zero.
+    """Return the sum or the mean of each bag, (bags, D), zero for an empty bag.
 
-    ``weight`` is (rows, D). ``indices`` (N,) of its rows and ``offsets`` (bags,), where each bag
-    begins, are int64. ``per_sample_weights`` (N,) are for sums.
+    ``weight`` is (rows, D). ``indices`` (N,) of its rows and ``offsets`` (bags,), the starts of the
+    bags, are int64. ``per_sample_weights`` (N,) are for sums.
     """
     return torch.ops.examples.embedding_bag(weight, indices, offsets, per_sample_weights, mean=mean)
 
@@ -52,7 +52,7 @@ def embedding_bag(
 
 
 def are_bags(weight: Any, indices: Any, offsets: Any) -> bool:
-    # A loop that does not end early is vectorised, and these take an instruction each.
+    # Without an early exit the loop is vectorised, with an instruction each for these.
     least, most = 0, -1
     for i in range(indices.size):
         least, most = min(least, indices[i]), max(most, indices[i])
@@ -63,7 +63,7 @@ def are_bags(weight: Any, indices: Any, offsets: Any) -> bool:
         if not end <= offsets[bag] <= indices.size:
             return False
         end = offsets[bag]
-    # No index lies before the first bag.
+    # Require that no index precedes the first bag.
     return indices.size == 0 or (offsets.size > 0 and offsets[0] == 0)
 
 
@@ -136,11 +136,11 @@ def forward_kernel(
                 return False
         each = language.cast(1.0 / max(stop - start, 1) if mean else 1.0, weight)
         column = 0
-        # Eight vectors, or four, are summed in registers.
+        # Sum eight vectors, or four, in registers.
         while column + 8 * step <= size:
             first = second = zeros
             for i in range(start, stop):
-                # What is not used may be no row.
+                # This index is only prefetched, so it need not be valid.
                 ahead = indices[min(i + AHEAD, last)] * weight.strides[0]
                 language.prefetch_vectors(weight.data, ahead + column, step, 8)
                 row = indices[i]
@@ -270,10 +270,10 @@ def fake_backward(
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:
     fake(weight, indices, offsets, per_sample_weights, mean=mean)
-    # Rows are added up in float32; autograd rounds them once to the dtype that the table has.
+    # Rows are summed in float32; autograd rounds once to the table's dtype.
     compute = torch.float64 if weight.dtype == torch.float64 else torch.float32
     grad_weight = weight.new_empty(weight.shape, dtype=compute)
-    # Between the first offset, which is zero, and the end every index belongs to a bag.
+    # The first offset is zero, so every index belongs to a bag.
     has_weights = per_sample_weights is not None
     return grad_weight, weight.new_empty(indices.shape[0] if has_weights else 0)
 

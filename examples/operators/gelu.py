@@ -3,7 +3,7 @@
     exact:  x * (1 + erf(x / sqrt(2))) / 2
     tanh:   x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2
 
-Shows an operator of one decorator: elementwise, an option, first and second derivatives.
+Shows an operator from a single decorator: elementwise, an option, first and second derivatives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMS = ("none", "tanh")
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-    """Compute gelu by elements, floating-point; ``approximate`` is "none" or "tanh"."""
+    """Compute gelu elementwise, floating-point; ``approximate`` is "none" or "tanh"."""
     if approximate not in FORMS:
         raise ValueError(
             f"gelu: approximate must be one of {', '.join(FORMS)}, got {approximate!r}"
@@ -39,8 +39,8 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
 def normal_density(x: Any) -> Any:
     """Return e^(-x^2 / 2) / sqrt(2 pi).
 
-    With `language.exp`, which is right also where its results are nearly nothing, gradients take
-    1.25 times as long as with this power of two.
+    With `language.exp`, which is also accurate for nearly vanishing results, gradients take 1.25
+    times as long as with this power of two.
     """
     return DENSITY * language.exp2(-HALF_LOG2E * x * x)
 
@@ -94,7 +94,7 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Sample
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Numbers for which the result is the input or nothing, and a NaN."""
+    """Make numbers for which the result is the input or zero, and a NaN."""
     return Sample((torch.tensor([0.0, -0.0, 9.0, -9.0, 60.0, -60.0, torch.nan], dtype=dtype),))
 
 

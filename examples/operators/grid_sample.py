@@ -1,15 +1,15 @@
-"""Images read between their pixels, at points of a grid, as warps and spatial transformers do.
+"""Images interpolated at the points of a grid, as in warps and spatial transformers.
 
     output[n, c, p] = sum_k weight_k(grid[n, p]) * input[n, c, pixel_k(grid[n, p])]
 
-The four pixels around a point count by their distance, those outside of the image as zeros: it is
+The four pixels around a point are weighted by their distance, those outside of the image as zeros:
 torch's grid_sample with align_corners=False.
 
-Shows how to gather and to scatter quickly. Where a point lies is known to the kernel alone, so that
-its gradient, four pixels for each channel, is added one number at a time, which is half as fast as
-PyTorch. Here a tile has 16 channels of an image, laid out so that those of a pixel are adjacent: a
-pixel is one vector, and nobody else adds to it, without atomics. The tiles' parts of the gradient
-of the grid, a sum over channels, are added up when all are done (``finish=``).
+Shows how to gather and scatter quickly. Only the kernel knows the points, so scattering the
+gradient, four pixels for each channel, one number at a time is half as fast as PyTorch. Here a tile
+has 16 channels of an image, in a layout in which the channels of a pixel are adjacent: a pixel is
+one vector, and no other thread adds to it, without atomics. The gradient of the grid is a sum over
+channels: the tiles' parts are added up at the end (``finish=``).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ library.define(
     "(Tensor grad_output, Tensor input, Tensor points) -> (Tensor grad_input, Tensor grad_points)",
     tags=TAGS,
 )
-# Channels of a tile, a vector of 512 bits in float32, and points that are transposed together.
+# Channels of a tile (a float32 vector of 512 bits), and points that are transposed together.
 CHANNELS, CHUNK = 16, 64
 
 
 def grid_sample(input: Tensor, grid: Tensor) -> Tensor:
     """Sample ``input`` (N, C, H, W) at ``grid`` (N, P, Q, 2), giving (N, C, P, Q).
 
-    A point is (x, y), from -1 at the left or upper edge of the image to 1 at the other one.
+    A point is (x, y), from -1 at the left or upper edge of the image to 1 at the opposite edge.
     """
     output = torch.ops.examples.grid_sample(input, grid.flatten(1, 2))
     return output.unflatten(2, grid.shape[1:3])
@@ -59,22 +59,22 @@ def pixels_of(input: Any) -> Any:
 
 
 def look_up(points: Any, row: Any, height: Any, width: Any) -> Any:
-    """Return the first pixel around a point, which may be outside, and how far it is from there."""
+    """Return the first pixel around a point, possibly outside, and the point's distance from it."""
     u = ((points.row(row)[0] + 1) * language.cast(width, points) - 1) * 0.5
     v = ((points.row(row)[1] + 1) * language.cast(height, points) - 1) * 0.5
     left, top = math.floor(u), math.floor(v)
-    # NaN, and what is too far away for an integer, lies outside.
+    # NaN, and points too far away for an integer, are outside.
     is_near = abs(left) < 1e9 and abs(top) < 1e9
     return (int(left), int(top), u - left, v - top) if is_near else (-9, -9, 0 * left, 0 * top)
 
 
 def pixel(x: Any, y: Any, height: Any, width: Any) -> Any:
-    """Return the number of a pixel; outside of the image it is the one behind all, of zeros."""
+    """Return the index of a pixel, or that of the last one, of zeros, outside of the image."""
     return y * width + x if 0 <= x < width and 0 <= y < height else height * width
 
 
 def gather_planes(planes: Any, input: Any, first: Any, count: Any) -> None:
-    """Copy planes of an image so that their numbers for a pixel are adjacent; others are zeros."""
+    """Copy channels of an image so that a pixel's are adjacent; missing channels are zeros."""
     height, width = input.shape[2], input.shape[3]
     for i in range(height * width + 1):
         language.store(planes.row(i), 0, language.splat(language.zero(planes), CHANNELS))
@@ -244,7 +244,7 @@ library.register_autograd("examples::grid_sample", "examples::grid_sample_backwa
 
 
 def reference(input: Tensor, points: Tensor) -> Tensor:
-    """Weigh all pixels, by hats of one pixel to each side."""
+    """Weight all pixels, by hat functions that reach one pixel to each side."""
     height, width = input.shape[2:]
     u = ((points[..., 0] + 1) * width - 1) / 2
     v = ((points[..., 1] + 1) * height - 1) / 2
@@ -254,7 +254,7 @@ def reference(input: Tensor, points: Tensor) -> Tensor:
 
 
 def sample(shape: tuple[int, ...], points: int, dtype: torch.dtype) -> Sample:
-    """Make points of which some lie outside, and none on a pixel, where there is no gradient."""
+    """Make points, some outside, and none on a pixel, where there is no gradient."""
     input, drawn = random("grid_sample", shape, (shape[0], points, 2), dtype=torch.float64)
     sizes = torch.tensor([shape[3], shape[2]])
     places = (torch.sigmoid(drawn) * (sizes + 2) - 1).floor() + 0.5 + drawn.sin() / 4
@@ -270,7 +270,8 @@ SPEC = OpSpec(
         "several blocks": lambda dtype: sample((1, 33, 5, 6), 70, dtype),
         "no points": lambda dtype: sample((1, 3, 4, 5), 0, dtype),
     },
-    # A place in a larger image is rounded to more of a pixel, so that points differ by more.
+    # In larger images a position rounds to a larger part of a pixel, so results would differ by
+    # more.
     sizes=(0, 1, 7),
     essential=("size7", "no points"),
     large=lambda dtype: sample((2, 35, 17, 19), 301, dtype),

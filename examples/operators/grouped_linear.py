@@ -1,13 +1,13 @@
-"""A product of rows with a matrix for each group of them, as of tokens and the experts they go to.
+"""A product of rows with one matrix per group of rows, such as tokens and their experts.
 
     output[m] = input[m] @ weight[g],  offsets[g - 1] <= m < offsets[g]
 
-The rows are sorted by group, and ``offsets`` has the end of each group, as torch._grouped_mm takes
-it. Rows behind the last group belong to none, and give zeros.
+The rows are sorted by group, and ``offsets`` has the end of each group, as for torch._grouped_mm.
+Rows behind the last group have no matrix, and give zeros.
 
-Shows tiles of a fixed number of rows, whatever the groups are, so that an uneven grouping keeps all
-threads busy: a tile multiplies the part of each group that lies in it. Its gradients are the same
-operator with the transposed weights, and one more, and so are theirs, of every order.
+Shows tiles of a fixed number of rows, whatever the groups, so that uneven groups keep all threads
+busy: a tile multiplies the part of each group in it. Its gradients are the same operator with
+transposed weights, and one other, and so are theirs, of every order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ library.define(
 def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply rows of ``input`` (M, K) by the matrices of their groups in ``weight`` (G, K, N).
 
-    ``offsets`` (G,), int32 or int64, are the ends of the groups; they do not decrease.
+    ``offsets`` (G,), int32 or int64, are the non-decreasing ends of the groups.
     """
     return torch.ops.examples.grouped_linear(input, weight, offsets)
 
@@ -55,7 +55,7 @@ def refuse(input: Tensor, offsets: Tensor) -> None:
 
 @library.register_kernel("examples::grouped_linear", ("cpu", "foo"))
 @library.tile_kernel(
-    # One at least, which looks at the offsets.
+    # At least one, which checks the offsets.
     tiles=lambda input, weight: max(
         parts(input.shape[0], ROWS) * parts(weight.shape[2], COLUMNS), 1
     ),
@@ -65,7 +65,7 @@ def linear_kernel(input: Any, weight: Any, offsets: Any, output: Any, tiles: Any
     rows, columns = output.shape[0], output.shape[1]
     down = max(parts(rows, ROWS), 1)
     for tile in tiles:
-        # Tiles of the same columns follow each other: they read the same weights.
+        # Tiles of the same columns are adjacent, since they read the same weights.
         first, left = tile % down * ROWS, tile // down * COLUMNS
         last, right = min(first + ROWS, rows), min(left + COLUMNS, columns)
         start = 0
@@ -91,7 +91,7 @@ def linear_kernel(input: Any, weight: Any, offsets: Any, output: Any, tiles: Any
     refuse=refuse,
 )
 def outer_kernel(input: Any, other: Any, offsets: Any, output: Any, tiles: Any) -> bool:
-    """Multiply the transposed rows of each group by the others, (G, K, N)."""
+    """Multiply the transposed input rows of each group by the other rows, giving (G, K, N)."""
     down = max(parts(input.shape[1], ROWS), 1)
     across = max(parts(other.shape[1], COLUMNS), 1)
     for tile in tiles:
@@ -169,8 +169,8 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight, offsets = ctx.saved_tensors
     operators, needs = torch.ops.examples, ctx.needs_input_grad
     if input.dtype == torch.bfloat16:
-        # Pairs of numbers in a row are multiplied at a time, here a row of the transpose. Copied
-        # before, so that pairs are adjacent, the product takes a third of the time.
+        # The kernel multiplies pairs of adjacent numbers in a row, here a row of the transpose.
+        # With a copy in which pairs are adjacent, the product takes a third of the time.
         input = input.mT.contiguous().mT
     return (
         operators.grouped_linear(grad, weight.mT, offsets) if needs[0] else None,

@@ -2,10 +2,10 @@
 
     counts[b] = |{x : edge[b] <= x < edge[b + 1]}|, edge[b] = min + b * (max - min) / bins
 
-The last bin has its upper edge, too. What lies outside is not counted, nor is a NaN.
+The last bin includes its upper edge. Numbers outside are not counted, nor is NaN.
 
-Shows parts that count on their own, on several threads, in scratch memory, and are added up when
-all are done (``finish=``), and options that are checked.
+Shows parts that count separately, on several threads, in scratch memory, and are added up at the
+end (``finish=``), and options that are checked.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def fake(input: Tensor, *, bins: int, min: float, max: float) -> Tensor:
 
 
 def reference(input: Tensor, bins: int, min: float, max: float) -> Tensor:
-    """Look for each number among the edges; torch.histc rounds otherwise."""
+    """Search the edges for each number; torch.histc rounds differently."""
     edges = torch.linspace(min, max, bins + 1, dtype=torch.float64)
     is_inside = (input >= min) & (input <= max)
     place = torch.bucketize(input[is_inside], edges, right=True) - 1
@@ -94,7 +94,7 @@ def reference(input: Tensor, bins: int, min: float, max: float) -> Tensor:
 
 
 def sample(size: int, dtype: torch.dtype, bins: int = 16, spread: float = 1.0) -> Sample:
-    """Make numbers of which some lie outside."""
+    """Make numbers, some of them outside."""
     (input,) = random("histogram", (size,), dtype=dtype)
     return Sample((spread * input,), {"bins": bins, "min": -2.0, "max": 2.0})
 

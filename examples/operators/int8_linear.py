@@ -1,10 +1,10 @@
-"""A linear layer whose weights are int8, with a scale for each row of them.
+"""A linear layer with int8 weights, and a scale for each row of them.
 
     output[m, n] = scale[n] * sum_k input[m, k] * weight[n, k] + bias[n]
 
-The weights are read as they are, a quarter of the memory of float32, and never unpacked in memory.
+The weights are read as int8, a quarter of the memory of float32, and never dequantized in memory.
 
-Shows a product of matrices of two dtypes, integers beside floating-point numbers, a gradient in the
+Shows a product of matrices of two dtypes, integers and floating-point numbers, a gradient in the
 compute type that autograd rounds once, and tiles of two kinds.
 """
 
@@ -58,7 +58,7 @@ def forward_kernel(
     input: Any, weight: Any, scale: Any, bias: Any, output: Any,
     some_rows: Any, products: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """Take some columns of the output in each tile."""
+    """Compute some columns of the output in each tile."""
     for tile in tiles:
         first = tile * COLUMNS
         columns = min(COLUMNS, weight.shape[0] - first)
@@ -80,7 +80,7 @@ def forward_kernel(
 
 
 def copy_rows(target: Any, input: Any, start: Any, rows: Any) -> None:
-    """Make a matrix of rows of an input with any number of dimensions."""
+    """Copy rows of an input with any number of dimensions into a matrix."""
     for m in range(rows):
         x, copy = input.row(start + m), target.row(m)
         for k in range(input.shape[-1]):
@@ -100,7 +100,7 @@ def backward_kernel(
     grad_output: Any, input: Any, weight: Any, scale: Any, bias: Any,
     grad_input: Any, grad_scale: Any, grad_bias: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """Take a row of the input in the first tiles, and a row of the weight in the others."""
+    """Compute a row of grad_input per tile, and in further tiles the gradients for a weight row."""
     size, rows, columns = input.shape[-1], input.rows, weight.shape[0]
     for tile in tiles:
         if tile < rows:
@@ -155,7 +155,7 @@ def fake_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     fake(input, weight, scale, bias)
-    # In float32 for half precision: autograd rounds it to input's dtype.
+    # Float32 for half precision; autograd rounds it to input's dtype.
     compute = torch.float64 if input.dtype == torch.float64 else torch.float32
     grad_bias = input.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return input.new_empty(input.shape, dtype=compute), scale.new_empty(scale.shape), grad_bias

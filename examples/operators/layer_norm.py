@@ -2,9 +2,9 @@
 
     output = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias
 
-Shows a kernel over rows, tensors that are optional, gradients that are an operator with a kernel of
-its own, results that are kept for it (the mean and the scale of each row), and a sum over all rows,
-in scratch memory, that is the same for every number of threads.
+Shows a kernel over rows, optional tensors, gradients as an operator with its own kernel, results
+that are kept for it (the mean and the scale of each row), and a sum over all rows, in scratch
+memory, that is equal for any number of threads.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def mean_of(x: Any, size: Any) -> Any:
 
 
 def scale_of(squares: Any, rest: Any, size: Any, eps: Any) -> Any:
-    """Return 1 / sqrt(var + eps), from the squares of what is left of numbers without their mean.
+    """Return 1 / sqrt(var + eps), from the sum of squares after subtracting the mean.
 
-    ``rest`` is the mean of that: what the sum of numbers far from zero has lost.
+    ``rest`` is the mean after that subtraction: the rounding error of the mean of numbers far from
+    0.
     """
     return language.cast(1.0 / math.sqrt(squares / size - rest * rest + eps), squares)
 
@@ -90,12 +91,12 @@ def count_parts(grad_output: Any) -> int:
 
 
 def sums_for(size: Callable[..., int]) -> Any:
-    """Let each part of the rows have a row of sums; those of half precision are float32."""
+    """Allocate a row of sums for each part of the rows; for half precision they are float32."""
     return library.scratch(count_parts, size, like="grad_output", per_call=True)
 
 
 def write_sum(sums: Any, target: Any) -> None:
-    """Add the other rows to the first: along rows, the loop is one of vectors."""
+    """Add the other rows to the first; along rows, the loop is vectorised."""
     for part in range(1, sums.rows):
         total, other = sums.row(0), sums.row(part)
         for i in range(target.size):
@@ -124,9 +125,9 @@ def backward_kernel(
     grad_input: Any, grad_weight: Any, grad_bias: Any,
     weight_sums: Any, bias_sums: Any, parts: Any,
 ) -> None:  # fmt: skip
-    """With the scale s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
+    """Compute the input's gradient s * (g - mean(g) - n * mean(g * n)), and sums for the others.
 
-    grad_input = s * (g - mean(g) - n * mean(g * n)).
+    s = 1 / sqrt(var + eps) is the scale, n = (x - mean) * s, and g = grad_output * weight.
     """
     size, count = input.shape[-1], weight_sums.shape[0]
     for part in parts:
@@ -231,7 +232,7 @@ def composite_backward(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients with torch's operators, for second derivatives.
 
-    Mean and scale are computed from the input again, which they depend on.
+    Mean and scale are recomputed from the input, on which they depend.
     """
     mean, scale = statistics(input, eps)
     normalised = (input - mean) * scale
@@ -262,7 +263,7 @@ def reference(
     mean = input.mean(-1, keepdim=True)
     centred = input - mean
     scale = 1 / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-    # Both are kept for the gradients, and have none; of a row with an infinity they are NaN.
+    # Both are kept for the gradients, and have none; for a row with an infinity they are NaN.
     mean = mean + centred.mean(-1, keepdim=True)
     statistics = (it.detach().squeeze(-1) for it in (mean, scale))
     output = centred * scale * (1 if weight is None else weight) + (0 if bias is None else bias)
@@ -276,13 +277,13 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, *, given: int = 3, **opti
 
 
 def wide_weight(dtype: torch.dtype) -> Sample:
-    """A model in half precision keeps the weights of its norms in float32."""
+    """Use float32 weights, as models in half precision do in their norms."""
     input, weight, bias = sample((5, 67), dtype).inputs
     return Sample((input, weight.float(), bias.float()))
 
 
 def far_from_zero(dtype: torch.dtype) -> Sample:
-    """The variance is small beside the mean; a row has a NaN, another one an infinity."""
+    """Make a variance that is small beside the mean, a row with NaN, and one with infinity."""
     (input, *others) = sample((5, 33), dtype).inputs
     input[:3] += 100
     input[3, 1], input[4, 2] = torch.nan, torch.inf

@@ -1,10 +1,10 @@
-"""Non-maximum suppression: of boxes that overlap, the one with the best score is kept.
+"""Non-maximum suppression: of overlapping boxes, the one with the best score is kept.
 
-A box is kept unless its intersection over union with a better one that is kept is above a
-threshold (as in torchvision.ops.nms).
+A box is kept unless its intersection over union with a better kept box exceeds a threshold (as in
+torchvision.ops.nms).
 
 Shows a result whose shape depends on the data: a Python function calls a kernel, and the fake
-kernel asks for a size that is not known yet.
+kernel requests an unknown size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ library.define(
     "(Tensor boxes, Tensor scores, *, float iou_threshold) -> Tensor",
     tags=(TAGS, torch.Tag.dynamic_output_shape),
 )
-# The boxes in the order of their scores, (4, N).
+# Takes the boxes ordered by score, (4, N).
 library.define("examples::nms_kept", "(Tensor boxes, *, float iou_threshold) -> Tensor", tags=TAGS)
 
 
 def nms(boxes: Tensor, scores: Tensor, *, iou_threshold: float) -> Tensor:
-    """Return which boxes are kept, int64, the best score first.
+    """Return the indices of kept boxes, int64, best score first.
 
     ``boxes`` (N, 4) are x1, y1, x2, y2 with x1 <= x2 and y1 <= y2; ``scores`` are (N,).
     """
@@ -127,7 +127,7 @@ def sample(size: int, dtype: torch.dtype, iou_threshold: float = 0.3) -> Sample:
 
 
 def alike(dtype: torch.dtype) -> Sample:
-    """Boxes that are the same, without an area, and next to each other; equal scores."""
+    """Make boxes that are equal, empty, or adjacent, and equal scores."""
     corners = torch.tensor([[0, 0, 2, 2], [0, 0, 2, 2], [2, 0, 4, 2], [1, 1, 1, 1], [1, 1, 3, 3]])
     scores = torch.tensor([0.5, 0.5, 0.25, 0.5, 1.0], dtype=dtype)
     return Sample((corners.to(dtype), scores), {"iou_threshold": 0.125})

@@ -3,8 +3,8 @@
     scale = max(|row|) / 127
     quantized = round(row / scale), halves to even
 
-Shows two results of other dtypes than the input, explicit vectors, and how a loop is written so
-that it is vectorised: without branches, and rounded by an addition.
+Shows two results of other dtypes than the input, explicit vectors, and a loop written so that it is
+vectorised: without branches, and rounding by an addition.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 LARGEST = 127
-# A float32 that is added to it has no bits left behind the point.
+# A float32 added to this has no fractional bits left.
 ROUNDING = 1.5 * 2**23
 
 
 def quantize(input: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of ``input`` (..., D) as int8, and their scales (...) in float32.
 
-    A NaN becomes zero. Where a row has an infinity, its scale is infinite and all becomes zero.
+    NaN becomes zero. If a row has an infinity, its scale is infinite and all its elements become 0.
     """
     return torch.ops.examples.quantize(input)
 
@@ -48,7 +48,7 @@ def kernel(input: Any, quantized: Any, scale: Any, rows: Any) -> None:
         x, y = input.row(row), quantized.row(row)
         most = language.splat(language.zero(input), step)
         for i in range(0, whole, step):
-            # Where the first is NaN, the maximum is the second.
+            # If the first is NaN, the maximum is the second.
             most = language.maximum(language.absolute(language.load_vector(x, i, step)), most)
         largest = language.reduce_maximum(most)
         for i in range(whole, size):
@@ -56,7 +56,7 @@ def kernel(input: Any, quantized: Any, scale: Any, rows: Any) -> None:
         scale.flat[row] = largest / LARGEST
         inverse = language.cast(LARGEST / largest, input)
         if not inverse < math.inf:
-            # Nothing is left of rows of zeros, nor of numbers that are next to nothing.
+            # Rows of zeros, or of numbers too small for an inverse, become zeros.
             inverse = language.zero(input)
         for i in range(size):
             value = language.cast(x[i] * inverse, scale)
@@ -95,7 +95,7 @@ def reference(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def budgets(sample: Sample, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allow one step where a number is so near to the middle that a float32 cannot tell."""
+    """Allow one step where a number is too near to a midpoint for float32."""
     (input,) = sample.inputs
     scale = scales(input)
     steps = (input / scale[..., None]).nan_to_num(0.0)
@@ -109,7 +109,7 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype) -> Sample:
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Rows of zeros, of halves, of small numbers, with an infinity and a NaN."""
+    """Make rows of zeros, of halves, of small numbers, with infinity and with NaN."""
     (input,) = random("special", (5, 19), dtype=dtype)
     input[0] = 0
     input[1, 0], input[1, 1:] = 127, torch.arange(18) / 2

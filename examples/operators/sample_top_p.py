@@ -1,13 +1,14 @@
-"""Draw a token from the most probable ones of each row, as language models do (nucleus sampling).
+"""Draws a token from the most probable ones of each row (nucleus sampling).
 
-The tokens of a row, by falling probability, take part until their probabilities add up to p; of
-equal ones the first comes first. One of them is drawn, each as probable as it is among them.
+The candidates of a row are its tokens in order of decreasing probability, until their probabilities
+add up to p; equal ones in order of their index. One candidate is drawn, with its relative
+probability.
 
 Shows an operator that draws random numbers: its kernel gets a seed, which PyTorch draws from the
 generator of the call, so that torch.manual_seed decides the result, on every device, compiled or
-not. It is tested by its frequencies (``draws=`` and ``statistic=`` of the `OpSpec`). And a sum that
-is not sorted: the least probability that takes part is found by bisection, some 30
-sums of a row, which are vectorised, in a fraction of the time of a sort.
+not. It is tested by its frequencies (``draws=`` and ``statistic=`` of the `OpSpec`). It also shows
+a sum without sorting: the least candidate probability is found by bisection, some 30 vectorised
+sums of a row, in a fraction of the time of a sort.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def sample_top_p(
 
 
 def write_weights(x: Any, weights: Any, size: Any, temperature: Any) -> Any:
-    """Write probabilities times a number, of which the largest is 1, and return their sum."""
+    """Write probabilities, scaled so that the largest is 1, and return their sum."""
     largest, total = language.cast(-math.inf, x), language.zero(weights)
     scale = language.cast(1.0 / temperature, weights)
     for i in range(size):
@@ -62,7 +63,7 @@ def write_weights(x: Any, weights: Any, size: Any, temperature: Any) -> Any:
 
 
 def mass_from(weights: Any, size: Any, least: Any) -> Any:
-    """Return the sum of the weights that are no less than a number."""
+    """Return the sum of the weights that are at least ``least``."""
     total = nothing = language.zero(weights)
     for i in range(size):
         total = language.accumulate(total, weights[i] if weights[i] >= least else nothing)
@@ -70,12 +71,12 @@ def mass_from(weights: Any, size: Any, least: Any) -> Any:
 
 
 def least_weight(weights: Any, size: Any, wanted: Any) -> Any:
-    """Return a weight below which none takes part, and above which too few do."""
+    """Return a lower bound of the candidates' weights; larger weights do not reach ``wanted``."""
     low, high = language.zero(weights), language.cast(1.0, weights)
     if mass_from(weights, size, high) >= wanted:
         return high
     for _ in range(STEPS):
-        # Halfway in the exponent as long as the numbers are far apart.
+        # Bisect the exponent as long as the bounds are far apart.
         middle = 0.5 * (low + high) if low > 0.25 * high else math.sqrt(max(low, 1e-30) * high)
         if middle <= low or middle >= high:
             break
@@ -87,10 +88,10 @@ def least_weight(weights: Any, size: Any, wanted: Any) -> Any:
 
 
 def pick(weights: Any, size: Any, least: Any, wanted: Any, uniform: Any) -> Any:
-    """Return the token where the sum of those that take part passes a random part of it."""
+    """Return the candidate at which the cumulative sum passes a random part of the total."""
     nothing, equal = language.zero(weights), language.cast(2.0, weights)
     for i in range(size):
-        # The least of those that take part may be there several times, of which not all do.
+        # The least candidate weight may occur several times, and not all of these are candidates.
         equal = min(equal, weights[i] if weights[i] >= least else equal)
     above = nothing
     for i in range(size):
@@ -163,7 +164,7 @@ def composite(
 
 
 def reference(logits: Tensor, p: float, temperature: float = 1.0) -> Tensor:
-    """Return how probable each token is to be drawn."""
+    """Return each token's probability of being drawn."""
     probabilities, order = (
         (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     )
@@ -177,7 +178,7 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, p: float = 0.8, **options
 
 
 def equal(dtype: torch.dtype) -> Sample:
-    """Make rows of which many are equal, and one that is never drawn."""
+    """Make rows with many equal logits, and one that is never drawn."""
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, -torch.inf], [0.0, 2.0, 2.0, -torch.inf, 2.0]])
     return Sample((logits.to(dtype),), {"p": 0.6})
 

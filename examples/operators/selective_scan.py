@@ -3,8 +3,8 @@
     h[t, d, n] = exp(delta[t, d] * A[d, n]) * h[t - 1, d, n] + delta[t, d] * B[t, n] * u[t, d]
     output[t, d] = sum_n C[t, n] * h[t, d, n] + D[d] * u[t, d]
 
-Shows a recurrence: tiles are what is independent (channels of a sequence), states are vectors of
-scratch memory that zeros make whole, and the backward pass computes them again instead of keeping
+Shows a recurrence: tiles are independent parts (channels of a sequence), states are vectors in
+scratch memory, padded with zeros, and the backward pass recomputes the states instead of keeping
 them all.
 """
 
@@ -49,7 +49,7 @@ def selective_scan(
 
 
 def add_parts(sums: Any, parts: Any, rows: Any, target: Any) -> None:
-    """Add up blocks of so many rows, and write the sum to as many rows of the target."""
+    """Sum blocks of ``rows`` rows, and write the sum to as many rows of the target."""
     for row in range(rows):
         y = target.row(row)
         for i in range(target.shape[-1]):
@@ -79,14 +79,14 @@ def count_steps(u: Any) -> int:
 
 
 def count_states(A: Any) -> int:
-    """Round the number of states up to whole vectors: zeros stay zeros."""
+    """Round the number of states up to whole vectors; padding stays zero."""
     step = language.lanes(A)
     return (A.shape[1] + step - 1) // step * step
 
 
-# A part of the channels of each sequence has its own sums for B and C; each sequence its own for A
-# and D. A thread has A of a channel, B and C of a sequence, the decays and the states of a channel,
-# and the gradient of its state.
+# Each part of a sequence's channels has its own sums for B and C; each sequence its own for A and
+# D. A thread has A of a channel, B and C of a sequence, the decays and states of a channel, and the
+# gradient of its state.
 PARTS = library.scratch(count_parts, count_steps, count_states, like="u", per_call=True)
 STATE = library.scratch(count_states, like="u")
 STATES = library.scratch(lambda u: u.shape[1], count_states, like="u")
@@ -109,7 +109,7 @@ SCRATCH = {
 
 
 def copy(source: Any, target: Any, size: Any, padded: Any, factor: Any) -> None:
-    """Copy a row, times a factor, and write zeros behind it."""
+    """Copy a row, times a factor, and pad it with zeros."""
     for n in range(size):
         target[n] = factor * source[n]
     for n in range(size, padded):
@@ -117,7 +117,7 @@ def copy(source: Any, target: Any, size: Any, padded: Any, factor: Any) -> None:
 
 
 def add_product(target: Any, n: Any, a: Any, b: Any) -> None:
-    """Add the product of two vectors to the elements from n on."""
+    """Add the product of two vectors to the elements starting at n."""
     language.store(
         target, n, language.fma(a, b, language.load_vector(target, n, language.lanes(target)))
     )
@@ -182,7 +182,7 @@ def backward_kernel(
     rates: Any, gradient: Any, inputs: Any, outputs: Any, decays: Any, states: Any,
     sums_of_A: Any, sums_of_B: Any, sums_of_C: Any, sums_of_D: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """Go back through time with g = dL/dh[t]: what h[t] adds to the output, and to h[t + 1]."""
+    """Go back in time with g = dL/dh[t], which sums gradients through the output and h[t + 1]."""
     batches, length, channels = u.shape[0], u.shape[1], u.shape[2]
     size, padded, parts = A.shape[1], states.shape[1], sums_of_B.shape[0]
     lanes, one = language.lanes(u), language.cast(1.0, u)
@@ -331,7 +331,7 @@ library.register_autograd(
 def reference(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Take each output from all inputs before it: the decay between two is exp of a difference."""
+    """Compute each output from all inputs so far: the decay between two is exp of a difference."""
     times = delta.cumsum(1)
     between = times[:, :, None] - times[:, None]
     is_past = torch.ones(u.shape[1], u.shape[1], dtype=torch.bool).tril()

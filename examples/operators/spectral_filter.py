@@ -1,12 +1,12 @@
-"""A filter in the frequency domain: complex numbers times a response and a gain, both optional.
+"""A filter in the frequency domain: spectra times an optional response and an optional gain.
 
     output[..., f] = input[..., f] * response[f] * gain[f]
 
-where the response is complex and the gain real, as a learned equalizer or an FNO's layer has them.
+where the response is complex and the gain real, as in a learned equalizer or an FNO's layer.
 
-Shows complex numbers, tensors that are optional and of another dtype, gradients of complex numbers
-(torch's convention: that of a product is the gradient times the conjugate of the other factor), and
-tiles of columns, which make each sum over rows that of one tile.
+Shows complex numbers, optional tensors of another dtype, gradients of complex numbers (torch's
+convention: that of a product is the gradient times the conjugate of the other factor), and tiles of
+columns, so that each sum over rows belongs to one tile.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     output[i, j] = (1 - 4 rate) x[i, j] + rate * (x[i-1, j] + x[i+1, j] + x[i, j-1] + x[i, j+1])
 
-The grid lies in the last two dimensions, and is zero around (Dirichlet's boundary): so the step is
-a symmetric matrix, and its own gradient. Stable for rates up to 1/4.
+The grid is in the last two dimensions, with zeros around (Dirichlet's boundary), so the step is a
+symmetric matrix, and its own gradient. Stable for rates up to 1/4.
 
-Shows rows that need their neighbours, a kernel that serves two operators, derivatives of every
-order, and vmap in one call.
+Shows rows that need their neighbours, a kernel for two operators, derivatives of every order, and
+vmap in one call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def kernel(input: Any, rate: Any, output: Any, rows: Any) -> None:
             for j in range(1, width - 1):
                 around = x[j - 1] + x[j + 1] + upper[j] + lower[j]
                 y[j] = rest * x[j] + step * around
-        # Of a row inside the first and the last column are left, of another one all.
+        # Inner rows lack only the first and the last column now, other rows all.
         for j in range(0, width, max(width - 1, 1) if is_inside else 1):
             around = language.zero(input)
             if has_upper:
@@ -115,7 +115,7 @@ def reference(input: Tensor, rate: float) -> Tensor:
 
 
 def infinite(dtype: torch.dtype) -> Sample:
-    """Infinities at the boundary, and a NaN, which only their neighbours see."""
+    """Make infinities at the boundary, and a NaN, which only reach their neighbours."""
     (input,) = random("infinite", (5, 9), dtype=dtype)
     input[0, 3], input[2, 0], input[3, 6] = torch.inf, -torch.inf, torch.nan
     return Sample((input,), {"rate": 0.125})

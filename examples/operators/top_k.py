@@ -1,11 +1,11 @@
-"""The largest numbers of each row and where they are, as for sampling from a language model.
+"""The largest numbers of each row and their indices, as for sampling from a language model.
 
-A row keeps a heap of the best so far; a vector is compared with the last of them, and what is not
-better is passed over. NaN counts as the largest, as in torch.topk; of equal numbers the first wins,
-so the indices are the same on every machine.
+A row keeps a heap of the best so far; each vector is compared with the last of them, and skipped if
+nothing is better. NaN counts as the largest, as in torch.topk; of equal numbers the first wins, so
+the indices are the same on every machine.
 
 Shows vectors with masks, scratch memory, results of several dtypes, gradients that read another
-result, and indices that the kernel itself refuses (``refuse=``).
+result, and indices that the kernel itself checks (``refuse=``).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def top_k(input: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def is_before(a: Any, index_of_a: Any, b: Any, index_of_b: Any) -> Any:
-    """Compare without branches, which no processor could predict."""
+    """Compare without branches, which would be unpredictable."""
     is_equal = (a == b) | ((a != a) & (b != b))
     return (a > b) | ((a != a) & (b == b)) | (is_equal & (index_of_a < index_of_b))
 
 
 def sift(values: Any, indices: Any, hole: Any, size: Any, value: Any, index: Any) -> None:
-    """Put a number into the heap, whose root is the last of all in the order of the result.
+    """Put a number into the heap, whose root is the last in the order of the result.
 
-    It goes down from a hole as far as it must.
+    It sinks from a hole as far as it must.
     """
     child = 2 * hole + 1
     while child < size:
@@ -61,7 +61,7 @@ def sift(values: Any, indices: Any, hole: Any, size: Any, value: Any, index: Any
 
 
 def replace_last(values: Any, indices: Any, size: Any, x: Any, i: Any) -> None:
-    """Take a number in place of the root, if it is before it."""
+    """Replace the root by a number that precedes it."""
     if is_before(x[i], i, values[0], indices[0]):
         sift(values, indices, 0, size, x[i], i)
 
@@ -86,7 +86,7 @@ def forward_kernel(input: Any, k: Any, values: Any, indices: Any, heap: Any, row
         start = k
         while start + step <= size and best[0] < math.inf:
             numbers = language.load_vector(x, start, step)
-            # An infinity stands for a NaN, which is less than nothing.
+            # Replace NaN by infinity, since NaN compares as less to nothing.
             numbers = language.select(language.less(numbers, infinite), numbers, infinite)
             is_better = language.less(language.splat(best[0], step), numbers)
             lane = language.next_lane(is_better, 0)
@@ -186,7 +186,7 @@ def sample(shape: tuple[int, ...], k: int, dtype: torch.dtype) -> Sample:
 
 
 def equal(dtype: torch.dtype) -> Sample:
-    """Numbers of which many are equal, infinities and NaN."""
+    """Make numbers of which many are equal, infinities and NaN."""
     (input,) = random("equal", (4, 301), dtype=dtype)
     input = input.round()
     input[1, 5::7], input[2, 4], input[3, 6:] = torch.nan, torch.inf, -torch.inf

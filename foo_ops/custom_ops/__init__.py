@@ -1,9 +1,9 @@
 """The older way to define an operator in Python, for code that was written against it.
 
 These are the names of ``torch._custom_ops``, with its semantics and its errors, on the present
-``torch.library``: that module of torch is private and deprecated. New code is better off with
-``torch.library`` itself. Device foo is one more device type, and kernels for it are as those for
-the cpu.
+``torch.library``: that module of torch is private and deprecated. New code should use
+``torch.library`` itself. Device foo is one more device type, and its kernels are like those for the
+cpu.
 
 Example:
     >>> import torch
@@ -68,8 +68,8 @@ def custom_op(qualname: str, func_or_schema: Callable[..., Any] | str | None = N
     Args:
         qualname: ``"namespace::name"``.
         func_or_schema: a function called ``name``, whose annotations become the schema and whose
-            body is never run; or the schema, ``"(Tensor x, float factor) -> Tensor"``. Without it
-            this is a decorator of the function.
+            body is never run; or the schema, ``"(Tensor x, float factor) -> Tensor"``. If omitted,
+            returns a decorator of the function.
 
     Returns:
         The function, or a decorator; for a schema None.
@@ -114,16 +114,16 @@ def impl(
     device_types: str | Iterable[str] = ("cpu", "cuda", "foo"),
     func: Callable[..., Any] | None = None,
 ) -> Any:
-    """Register a kernel for device types; a decorator unless the function is given.
+    """Register a kernel for device types; returns a decorator unless the function is given.
 
     Args:
         qualname: an operator, defined here or with torch.library or in C++.
-        device_types: of ``cpu``, ``cuda`` and ``foo``.
-        func: takes what the operator takes.
+        device_types: any of ``cpu``, ``cuda`` and ``foo``.
+        func: takes the operator's arguments.
 
     Raises:
-        ValueError: for another device type, and for an operator that there is not.
-        RuntimeError: where there is a kernel already.
+        ValueError: for another device type, and for an operator that does not exist.
+        RuntimeError: if there is a kernel already.
 
     Example:
         >>> custom_op("mylib::halved", "(Tensor x) -> Tensor")
@@ -152,9 +152,9 @@ def impl(
 
 
 def impl_abstract(qualname: str, *, func: Callable[..., Any] | None = None) -> Any:
-    """Register what the outputs look like, for tensors without data: torch.library.register_fake.
+    """Register a fake kernel, for tensors without data, as torch.library.register_fake does.
 
-    Where a size depends on data, ``get_ctx().new_dynamic_size()`` stands for it.
+    If a size depends on data, ``get_ctx().new_dynamic_size()`` stands for it.
 
     Example:
         >>> custom_op("mylib::positive", "(Tensor x) -> Tensor")
@@ -173,12 +173,12 @@ def impl_abstract(qualname: str, *, func: Callable[..., Any] | None = None) -> A
 
 
 def impl_save_for_backward(qualname: str, *, func: Callable[..., Any] | None = None) -> Any:
-    """Register the first half of a formula for gradients: what to keep of a call.
+    """Register the first half of a formula for gradients: the values to save from a call.
 
     Args:
         qualname: an operator.
         func: ``func(inputs, output)``, with the arguments as a named tuple; returns tensors and
-            others, in lists, tuples and dicts. `impl_backward` registers the second half.
+            other values, in lists, tuples and dicts. `impl_backward` registers the second half.
 
     Example:
         >>> custom_op("mylib::power", "(Tensor x, int exponent) -> Tensor")
@@ -206,14 +206,14 @@ def impl_backward(
 
     Args:
         qualname: an operator that is functional and returns something.
-        output_differentiability: of each output, whether it may have a gradient.
-        func: ``func(ctx, saved, *grads)``, with what `impl_save_for_backward` kept and a gradient
-            for each output; returns a dict with a gradient, or None, for the name of each argument
-            that is a tensor, and a list of them for a list of tensors.
+        output_differentiability: for each output, whether it may have a gradient.
+        func: ``func(ctx, saved, *grads)``, with the values from `impl_save_for_backward` and a
+            gradient for each output; returns a dict with a gradient, or None, for the name of each
+            argument that is a tensor, and a list of them for a list of tensors.
 
     Raises:
         RuntimeError: for another ``output_differentiability``, for an operator that is not
-            functional, and where there is a formula already.
+            functional, and if there is a formula already.
 
     Example:
         >>> custom_op("mylib::product", "(Tensor a, Tensor b) -> Tensor")
@@ -239,7 +239,7 @@ def impl_backward(
 
 
 def destroy(qualname: str) -> None:
-    """Remove an operator and all that was registered for it here, so that it can be defined anew.
+    """Remove an operator and its registrations by this module, so that it can be defined again.
 
     Raises:
         RuntimeError: when it was not defined, or extended, here.
@@ -254,7 +254,7 @@ def destroy(qualname: str) -> None:
 
 
 def _caller() -> str:
-    """The file and line of the code that called this module."""
+    """Return the file and line of the code that called this module."""
     frame: Any = sys._getframe(1)
     while frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back

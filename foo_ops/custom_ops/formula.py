@@ -1,4 +1,4 @@
-"""Gradients."""
+"""Formulas for the gradients of custom operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 class Formula:
-    """The two functions of torch.library.register_autograd, made of the two of this module."""
+    """The two functions of torch.library.register_autograd, made from those of custom_ops."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Formula:
         """Make the two functions.
 
         Args:
-            schema: the operator's, parsed.
+            schema: the operator's parsed schema.
             where: the operator and the place of its backward function, for messages.
             parts: the functions ``save_for_backward`` and ``backward``.
             output_differentiability: for each output, whether it may have a gradient.
@@ -78,7 +78,7 @@ class Formula:
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         leaves = [next(tensors if is_tensor else others) for is_tensor in ctx.are_tensors]
         saved = pytree.tree_unflatten(leaves, ctx.structure)
-        # The first argument is there for what may come; it holds nothing.
+        # The first argument, ctx, is reserved and holds nothing.
         gradients = self._gradients(object(), saved, *grads)
         self._validate(gradients, ctx.types)
         return tuple(gradients.get(name) for name in self._positional)

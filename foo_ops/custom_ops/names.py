@@ -1,4 +1,4 @@
-"""What names and schemas an operator may have."""
+"""Check the names and schemas of operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RESERVED_NAMESPACES = {"prim", "prims", "aten", "at", "torch", "pytorch"}
 
 
 def parse(qualname: str) -> tuple[str, str]:
-    """Return namespace and name, or refuse a name: in torch's words, where torch does."""
+    """Return namespace and name, or refuse a name: in torch's words, if torch refuses it."""
     if isinstance(qualname, str):
         _refuse_as_torch_does(*qualname.partition("::"))
     namespace, name, _ = operators.parse(qualname)

@@ -1,4 +1,4 @@
-"""Operators, and what is registered for them."""
+"""Operators and their registrations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from foo_ops.library.operators import DISPATCH_KEYS
 
 
 class CustomOp:
-    """An operator and what was registered for it.
+    """An operator and its registrations.
 
     Attributes:
         qualname: ``"namespace::name"``.
-        schema: parsed.
-        library: what definition and kernels live in.
-        locations: by kind, such as ``cpu`` or ``backward``: where that was registered.
+        schema: the parsed schema.
+        library: the library of its definition and kernels.
+        locations: the place of each registration, by its kind, such as ``cpu`` or ``backward``.
     """
 
     def __init__(self, qualname: str, schema: Any, library: Library) -> None:
@@ -32,7 +32,7 @@ class CustomOp:
         self.locations: dict[str, str] = {}
         self._parts: dict[str, Callable[..., Any]] = {}
         self._output_differentiability: list[bool] | None = None
-        # It stands in for a formula that is not there yet, or half of it.
+        # Stands in for a formula until both halves are registered.
         self._stand_in: Library | None = None
         self._has_formula = False
 
@@ -89,7 +89,7 @@ class CustomOp:
         self._output_differentiability = differentiability
 
     def register_formula_part(self, kind: str, function: Callable[..., Any], location: str) -> None:
-        """One half; with the second the formula is registered."""
+        """Register one half; with the second one, register the formula."""
         self._check_can_have_formula()
         if self._stand_in is None and not self._has_formula:
             self._check_has_no_other_formula()
@@ -100,7 +100,7 @@ class CustomOp:
             self._register_formula()
 
     def stand_in_for_formula(self) -> None:
-        """Until there is a formula, calls that need one raise."""
+        """Let calls that need a formula raise until there is one."""
         operator = find_overload(self.qualname)
 
         def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **keywords: Any) -> Any:
@@ -207,7 +207,7 @@ def define_operator(namespace: str, name: str, schema: str) -> None:
 
 
 def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
-    """An operator of this module, or another that is extended here for the first time."""
+    """Return an operator of this module, or another one that is extended for the first time."""
     parse(qualname)
     if qualname in OPERATORS:
         return OPERATORS[qualname]
@@ -225,7 +225,7 @@ def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
 
 
 def find_overload(qualname: str) -> torch._ops.OpOverload:
-    """Return any operator; what extends one begins with this, before a decorator is returned."""
+    """Return any operator; functions that extend one call this before they return a decorator."""
     namespace, name = parse(qualname)
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not hasattr(packet, "default"):
@@ -239,13 +239,13 @@ def find_overload(qualname: str) -> torch._ops.OpOverload:
 def _has_kernel(qualname: str, key: str) -> bool:
     if key != "PrivateUse1":
         return torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualname, key)
-    # There foo's fallback would count as a kernel of every operator.
+    # For PrivateUse1, foo's fallback would count as a kernel of every operator.
     keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key) for key in keys)
 
 
 def _report_missing_kernel(operator: str, key: str) -> NoReturn:
-    """What a call raises where there is no kernel for it."""
+    """Raise the error of a call without a kernel."""
     if key == "Undefined":
         raise NotImplementedError(
             f"{operator}: There were no Tensor inputs to this operator (e.g. you passed an empty "

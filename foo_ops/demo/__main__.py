@@ -1,4 +1,4 @@
-"""The command line of the demo, and its story from the text to the comparison."""
+"""The demo's command line, and its steps from the text to the comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_STEPS = 1700
 """About two minutes of training on 2 idle cores, at 70 ms a step."""
 
 RELOAD_TOLERANCE = 1e-5
-"""Relative; float32 sums in another order differ by less than a tenth of this."""
+"""Relative; sums in another order differ by less than a tenth of this in float32."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     require_extras()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A sample may hold any character, and a log may take ASCII only.
+        # A sample may contain any character, and a log may support ASCII only.
         sys.stdout.reconfigure(errors="replace")
     run(options)
 
@@ -153,7 +153,7 @@ def introduction(setup: Setup, model: GPT, corpus: Corpus) -> str:
 
 
 def compare_reloaded(model: GPT, setup: Setup, checkpoint: Path, batch: Batch) -> str:
-    """Load the checkpoint on the CPU; its loss must be that of the trained model."""
+    """Load the checkpoint on the CPU; its loss must equal the trained model's."""
     trained = evaluate(model, setup.device, batch)
     reloaded = evaluate(GPT.load(checkpoint, OPERATORS[setup.operators]), "cpu", batch)
     losses = f"loss on {setup.device} {trained:.6f}, reloaded on cpu {reloaded:.6f}"
@@ -163,7 +163,7 @@ def compare_reloaded(model: GPT, setup: Setup, checkpoint: Path, batch: Batch) -
 
 
 def compare_with_baseline(setup: Setup, checkpoint: Path, batch: Batch) -> str:
-    """Say how fast the model trains, and how fast it does so on PyTorch's own CPU path."""
+    """Compare the training speed with that of PyTorch's own CPU path."""
     baseline = setup.baseline()
     trainers = [
         Trainer(GPT.load(checkpoint, OPERATORS[each.operators]), each, steps=COMPARISON_ROUNDS)

@@ -1,4 +1,4 @@
-"""The text: the language reference that every Python carries for its ``help()``, as bytes."""
+"""The text: Python's language reference, which its ``help()`` contains, as bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Corpus:
             yield windows(self.train, starts, context)
 
     def validation_batch(self, batch: int, context: int) -> Batch:
-        """Return windows that are spread evenly over the held-out text, the same at each call."""
+        """Return windows spread evenly over the held-out text, the same at each call."""
         starts = torch.linspace(0, len(self.validation) - context - 1, batch).long()
         return windows(self.validation, starts, context)
 
@@ -44,7 +44,7 @@ class Corpus:
 def reference_text() -> str:
     """Return all topics in order, without the paragraphs that several topics share.
 
-    A fifth of the text comes twice. A repeated paragraph would let the model see what is held out.
+    A fifth of the text occurs twice. A repeated paragraph would leak held-out text into training.
     """
     from pydoc_data.topics import topics
 

@@ -1,4 +1,4 @@
-"""A GPT on bytes in the manner of Llama, which takes its operators as an argument.
+"""A GPT on bytes, similar to Llama, which takes its operators as an argument.
 
 Shapes: B sequences in a batch, S bytes in a sequence, W width, H heads, D = W / H.
 """
@@ -19,19 +19,19 @@ import foo_ops
 VOCABULARY = 256
 """Every byte is a token."""
 EPS = 1e-6
-"""Of the norms."""
+"""The eps of the norms."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """What a block is made of, beside matrix products.
+    """The operators of a block, besides matrix products.
 
     Attributes:
         attention: causal, query, key and value (B, H, S, D) to output (B, H, S, D).
-        alibi_attention: the same, with slopes (H,) by which the scores fall with the distance.
-        rms_norm: of rows, with a weight.
+        alibi_attention: the same, with slopes (H,) by which scores fall with the distance.
+        rms_norm: the RMS norm of rows, with a weight.
         add_rms_norm: the norm of a sum, and the sum.
-        rotary_embedding: turns the pairs (d, d + D / 2) of rows by angles.
+        rotary_embedding: rotates the pairs (d, d + D / 2) of rows by angles.
         silu_mul: silu(gate) * up.
         cross_entropy: the mean loss of hidden (N, W), weights (V, W) of the last layer and targets
             (N).
@@ -71,7 +71,7 @@ def foo_alibi_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tenso
 
 
 def sdpa_alibi_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
-    """Write down the scores' change for all pairs, since FlexAttention has no gradients on CPUs."""
+    """Use a bias for all pairs, since FlexAttention has no gradients on CPUs."""
     positions = torch.arange(query.shape[2], device=query.device)
     distance = positions[:, None] - positions
     bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
@@ -133,10 +133,10 @@ ATTENTION = ("causal", "flex")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes, and what attention is.
+    """Sizes, and the kind of attention.
 
     Attributes:
-        attention: "causal", or "flex" for ALiBi with slopes that are learned, too.
+        attention: "causal", or "flex" for causal attention with ALiBi, whose slopes are learned.
     """
 
     layers: int = 4
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return F.linear(self.hidden(tokens), self.embedding.weight)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Map tokens (B, S) int64 to what the output layer is given (B, S, W)."""
+        """Map tokens (B, S) int64 to the input of the output layer (B, S, W)."""
         hidden = self.embedding(tokens)
         cosine, sine = self.rotation[:, : tokens.shape[1]]
         for block in self.blocks:
@@ -177,7 +177,7 @@ class GPT(nn.Module):
         return normalised
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint of tensors and plain numbers, which loads with ``weights_only``."""
+        """Write a checkpoint of tensors and numbers, which loads with ``weights_only``."""
         torch.save({"config": asdict(self.config), "weights": self.state_dict()}, path)
 
     @classmethod
@@ -190,7 +190,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU, each behind a norm and beside a residual connection."""
+    """Attention and a SwiGLU, each with a norm before it and a residual connection."""
 
     def __init__(self, config: GPTConfig, operators: Operators) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(width))
         self.mlp_input = nn.Linear(width, 2 * inner, bias=False)
         self.mlp_output = nn.Linear(inner, width, bias=False)
-        # Those of ALiBi at first: powers of two.
+        # Initialised as in ALiBi, to powers of two.
         powers = torch.arange(1, config.heads + 1) * (8 / config.heads)
         self.slopes = nn.Parameter(2.0**-powers) if config.attention == "flex" else None
 
@@ -217,7 +217,7 @@ class Block(nn.Module):
 
     def attend(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         query_key_value = self.query_key_value(hidden).unflatten(-1, (3, self.heads, -1))
-        # Query and key turn together, (B, S, 2, H, D): half as many calls as one after the other.
+        # Query and key are rotated together, (B, S, 2, H, D): half as many calls.
         turned = self.operators.rotary_embedding(query_key_value[:, :, :2], cosine, sine)
         query, key = turned.transpose(1, 3).unbind(2)
         value = query_key_value[:, :, 2].transpose(1, 2)

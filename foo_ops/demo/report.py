@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it trains, the loss curve, the sample."""
+"""Output of the demo: training progress, the loss curve, the sample."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SMOOTHED_SHARE = 0.025
 
 
 def follow(console: Console, points: Iterable[Point], steps: int) -> list[Point]:
-    """Show the points as they come and return them all."""
+    """Show the points as they arrive, and return them all."""
     if console.is_interactive:
         return follow_with_bar(console, points, steps)
     return follow_with_lines(console, points, steps)
 
 
 def follow_with_bar(console: Console, points: Iterable[Point], steps: int) -> list[Point]:
-    """For a terminal: a bar that is drawn again and again."""
+    """Show a progress bar, for a terminal."""
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=None),
@@ -46,7 +46,7 @@ def follow_with_bar(console: Console, points: Iterable[Point], steps: int) -> li
 
 
 def follow_with_lines(console: Console, points: Iterable[Point], steps: int) -> list[Point]:
-    """For a file or a log: a line for each validation."""
+    """Print a line for each validation, for a file or a log."""
     history: list[Point] = []
     for point in points:
         history.append(point)
@@ -56,7 +56,7 @@ def follow_with_lines(console: Console, points: Iterable[Point], steps: int) -> 
 
 
 def describe(history: Sequence[Point]) -> str:
-    """Say where the run stands: the last losses and the speed."""
+    """Describe the state of the run: the last losses and the speed."""
     last = history[-1]
     validation = next(p.validation_loss for p in reversed(history) if p.validation_loss is not None)
     speed = f"{last.tokens_per_second:,.0f}" if last.tokens_per_second else "-"
@@ -64,7 +64,7 @@ def describe(history: Sequence[Point]) -> str:
 
 
 def sample_panel(prompt: bytes, continuation: bytes) -> Panel:
-    """Frame the text; the prompt is dim, and what a terminal could take for a command is a dot."""
+    """Frame the text; the prompt is dim, and control characters become dots."""
     text = Text(printable(prompt), style="dim")
     text.append(printable(continuation), style="not dim")
     return Panel(text, title="generated", border_style=VALIDATION_COLOUR, width=80)
@@ -76,7 +76,7 @@ def printable(text: bytes) -> str:
 
 
 def save_loss_curve(history: Sequence[Point], title: str, path: Path) -> None:
-    """Draw training and validation loss against the step into a PNG."""
+    """Plot training and validation loss against the step into a PNG."""
     steps = [point.step for point in history]
     losses = [point.loss for point in history]
     validated = [(p.step, p.validation_loss) for p in history if p.validation_loss is not None]

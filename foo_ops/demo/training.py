@@ -1,4 +1,4 @@
-"""Training: one step, a whole run, and how many tokens per second two trainers reach."""
+"""Training: one step, a whole run, and a comparison of two trainers' tokens per second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_WARM_UP_STEPS = 100
 GRADIENT_NORM = 1.0
 
 TEMPERATURE = 0.8
-"""Less than this and the lines lose their ends: a space is always likelier than a line break."""
+"""Below this, lines no longer end: a space is always likelier than a line break."""
 CANDIDATES = 20
 
 OPERATOR_NAMES = {"foo": "torch.ops.foo", "torch": "PyTorch's operators"}
@@ -33,7 +33,7 @@ DEVICES = ("cpu", "foo")
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a model trains and whose operators it is made of."""
+    """The device and the operators of a model."""
 
     device: str
     operators: str
@@ -44,13 +44,13 @@ class Setup:
         return f"{OPERATOR_NAMES[self.operators]} on {self.device}{compiled}"
 
     def baseline(self) -> Setup:
-        """Return what one would use without foo_ops."""
+        """Return the setup that one would use without foo_ops."""
         return replace(self, device="cpu", operators="torch")
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one training step showed."""
+    """Results of one training step."""
 
     step: int
     """Counted from 1."""
@@ -97,7 +97,7 @@ class Trainer:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Let weight decay act on matrices and spare the gains and biases of the norms."""
+    """Apply weight decay to matrices, but not to gains and biases of the norms."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -135,7 +135,7 @@ def train(trainer: Trainer, corpus: Corpus, *, steps: int, seed: int) -> Iterato
 
 
 def validation_steps(steps: int) -> set[int]:
-    """Return up to ``VALIDATIONS`` steps, evenly spaced, the last one among them, and the first."""
+    """Return up to ``VALIDATIONS`` evenly spaced steps, with the last one, and the first."""
     return {1, *(math.ceil(steps * share / VALIDATIONS) for share in range(1, VALIDATIONS + 1))}
 
 
@@ -149,8 +149,8 @@ def evaluate(model: GPT, device: str, batch: Batch) -> float:
 def compare_speed(trainers: Sequence[Trainer], batch: Batch, rounds: int) -> list[float]:
     """Return the tokens per second of each trainer on the same batch.
 
-    The trainers take turns, so that a noisy neighbour slows them all, and the median step counts.
-    The first round compiles and is not counted.
+    The trainers take turns, so that a noisy neighbour slows them all; the median step counts. The
+    first round compiles and is not counted.
     """
     durations = [[trainer.timed_step(batch)[1] for trainer in trainers] for _ in range(rounds + 1)]
     tokens = batch[0].numel()

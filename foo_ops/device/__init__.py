@@ -1,6 +1,6 @@
-"""The Python face of device ``foo``, installed as ``torch.foo``.
+"""The Python module of device ``foo``, installed as ``torch.foo``.
 
-The names, and what they do, are those of ``torch.cuda``.
+Names and behaviour are those of ``torch.cuda``.
 """
 
 import sys
@@ -110,7 +110,7 @@ from foo_ops.device.sync_debug import get_sync_debug_mode, set_sync_debug_mode
 
 OutOfMemoryError = torch.OutOfMemoryError
 
-# The names with an underscore are those that torch looks up in a device module.
+# torch looks up the names with an underscore in a device module.
 __all__ = [
     "DeviceProperties",
     "Event",
@@ -210,7 +210,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # torch.utils.checkpoint reads it, and it changes.
+    # torch.utils.checkpoint reads this attribute, whose value changes.
     if name == "_initialized":
         return is_initialized()
     if name in typed.CLASSES:

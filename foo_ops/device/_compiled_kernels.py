@@ -1,13 +1,14 @@
-"""Keep the kernels of compiled graphs where observers can put themselves around them.
+"""Registers kernels of compiled graphs, so that observers can wrap them.
 
-A graph calls them by their names in its module and passes tensors: no operator is there to watch.
+A graph calls kernels by their names in its module and passes tensors, so no operator is dispatched
+that one could watch.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Kernel = Callable[..., Any]
-# Whether each argument is written; None for one that is no tensor.
+# Whether each argument is written; None for arguments that are not tensors.
 Written = list[bool | None]
 Around = Callable[[str, Written, Kernel], Kernel]
 
@@ -19,7 +20,7 @@ class _Module(NamedTuple):
 
 
 _modules: list[_Module] = []
-# By who puts it there. The last one is the outermost.
+# Wrappers by owner. The last one is the outermost.
 _arounds: dict[str, Around | None] = {"sanitizer": None, "capture": None}
 
 
@@ -31,7 +32,7 @@ def _put_in(module: _Module) -> None:
 
 
 def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
-    """Add the kernels of a module, by the types of their arguments in C++."""
+    """Add the kernels of a module, given the C++ types of their arguments."""
     written = {
         kernel: [None if "*" not in each else not each.startswith("const ") for each in its_types]
         for kernel, its_types in types.items()
@@ -42,7 +43,7 @@ def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
 
 
 def put_around(who: str, around: Around | None) -> None:
-    """Replace each kernel by what the function makes of it; for None that of ``who`` is gone."""
+    """Wrap each kernel by the owner's function; None removes the wrapper."""
     _arounds[who] = around
     for module in _modules:
         _put_in(module)

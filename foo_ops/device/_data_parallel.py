@@ -1,9 +1,10 @@
-"""Send tensors to several devices and back, for ``torch.nn.DataParallel``.
+"""Sends tensors to several devices and back, for ``torch.nn.DataParallel``.
 
-torch compiles these functions of ``torch.nn.parallel.comm`` for CUDA alone; its build for the CPU
-lacks them. They stand in ``torch._C`` here, and leave tensors of CUDA to torch's own.
+torch compiles these functions of ``torch.nn.parallel.comm`` only for CUDA; its CPU build lacks
+them. This module puts them into ``torch._C``, where CUDA tensors still go to torch's own.
 
-A program on the CPU may wrap its model, too: without an accelerator torch then calls the model.
+A program on the CPU may wrap its model in DataParallel, too: without an accelerator torch then
+calls the model directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ def _check_on_foo(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> Tensors:
-    """Return the tensor itself for its own device, the first, and copies for the others."""
+    """Return the tensor itself for its own device (the first), and copies for the others."""
     if not devices:
         raise RuntimeError("Expected at least one device to broadcast to")
     if tensor.device.type == "foo" and tensor.get_device() != devices[0]:
@@ -57,7 +58,7 @@ def broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> Tensors:
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[Tensors]:
-    """Copies take no launch here that a common buffer would save, so each is made by itself."""
+    """Copy each tensor by itself: a common buffer would save no launches here."""
     for position, tensor in enumerate(tensors):
         if devices and tensor.device != _device(devices[0]):
             raise RuntimeError(
@@ -116,7 +117,7 @@ def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -
     _check_on_foo(tensors)
     if destination is None:
         destination = foo_devices.current_device()
-    # Copies to the CPU are waited for: they are read at once.
+    # Copies to the CPU block, since they are read at once.
     device = _device(destination)
     return torch.cat([each.to(device, non_blocking=device.type == "foo") for each in tensors], dim)
 
@@ -150,7 +151,7 @@ def _is_on_cpu(module: torch.nn.Module) -> bool:
 
 
 def forward(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """Call a model that is on the CPU, as where foo is not installed; torch would refuse it."""
+    """Call a model on the CPU directly, as without foo; torch would raise an error."""
     if self.device_ids and self.src_device_obj.type == "foo" and _is_on_cpu(self.module):
         return self.module(*inputs, **kwargs)
     return _forward(self, *inputs, **kwargs)

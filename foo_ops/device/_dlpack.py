@@ -1,4 +1,4 @@
-"""Name device ``foo`` for DLPack."""
+"""DLPack's device type for ``foo``."""
 
 import enum
 from typing import Any
@@ -9,7 +9,7 @@ _of_other_devices = torch.Tensor.__dlpack_device__
 
 
 def _dlpack_device(self: torch.Tensor) -> tuple[enum.IntEnum, int]:
-    """Return the kind of device and its index, for ``from_dlpack``."""
+    """Return device type and index, for ``from_dlpack``."""
     from torch.utils.dlpack import DLDeviceType
 
     if self.device.type == "foo" and not torch.overrides.has_torch_function_unary(self):
@@ -18,6 +18,6 @@ def _dlpack_device(self: torch.Tensor) -> tuple[enum.IntEnum, int]:
 
 
 def register() -> None:
-    """Register the name too that the device had before: torch 2.13 looks for that one."""
+    """Replace ``Tensor.__dlpack_device__``: torch 2.13's own looks for the name privateuse1."""
     method: Any = _dlpack_device
     torch.Tensor.__dlpack_device__ = method  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Tell torch.compile about device ``foo``. Imported together with torch._dynamo."""
+"""Registers device ``foo`` with torch.compile. Imported together with torch._dynamo."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +54,7 @@ class FooInterface(DeviceInterface):
 
 
 class FooDeviceVariable(GenericDeviceVariable):
-    """A ``with torch.foo.device(...)`` in a compiled function."""
+    """Traces ``with torch.foo.device(...)`` in a compiled function."""
 
     _exchange_fn = staticmethod(torch._C._accelerator_exchangeDevice)
     _maybe_exchange_fn = staticmethod(torch._C._accelerator_maybeExchangeDevice)
@@ -76,15 +76,15 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile for ``torch.compile(backend="foo")``: Inductor with its modes and options.
 
-    Inductor takes for each tensor what its device has registered, so that graphs of the CPU and
-    graphs with both devices are compiled as well.
+    Inductor uses the registrations of each tensor's device, so graphs on the CPU or on both devices
+    are compiled, too.
     """
     compile_ = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     return compile_(graph, inputs)
 
 
 def register() -> None:
-    # Not an entry point of torch_dynamo_backends: those are for packages that torch does not load.
+    # Not as an entry point of torch_dynamo_backends, which serve packages that torch does not load.
     register_backend(compile_graph, name="foo")
     register_interface_for_device("foo", FooInterface)
     for index in range(devices.device_count()):

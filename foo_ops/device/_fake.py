@@ -1,8 +1,8 @@
-"""Let fake tensors say of results on foo what they say of those on the CPU.
+"""Makes fake tensors on foo predict the same results as on the CPU.
 
-The CPU's kernels run on foo, so that sizes and strides are the CPU's, and a number can be read
-without waiting. torch asks for the device where its own differ in that, and takes foo for one of
-the others. Imported together with torch._subclasses.fake_impls.
+The CPU's kernels run on foo, so sizes and strides are the CPU's, and a number can be read without
+waiting. Where devices differ in that, torch checks the device type, and treats foo as one of the
+other devices. Imported together with torch._subclasses.fake_impls.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
-# Others ask _meta_registrations.device_hint.
+# Other operators call _meta_registrations.device_hint.
 CONVOLUTIONS = (
     aten.convolution.default,
     aten._convolution.default,
@@ -49,7 +49,7 @@ def _as_on_cpu(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _histc(mode: FakeTensorMode, func: Any, input: FakeTensor, bins: int = 100, *_: Any) -> Any:
-    """Announce counts of integers, which foo has, and torch refuses for a device like the CPU."""
+    """Support integer inputs, as foo does; torch rejects them where the device hint is cpu."""
     is_of_integers = not (input.dtype.is_floating_point or input.dtype == torch.bool)
     if input.fake_device.type != "foo" or not is_of_integers or bins <= 0:
         return NotImplemented
@@ -70,7 +70,7 @@ _from_real_tensor = FakeTensorConverter.from_real_tensor
 def _with_its_number(
     self: FakeTensorConverter, mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> FakeTensor:
-    """Give an input of a graph that is one number its symbol, as torch does on the CPU alone."""
+    """Give a 0-d graph input the symbol of its number, as torch does only on the CPU."""
     is_new_input = kwargs.get("source") is not None and self._get_memo(tensor) is None
     fake = _from_real_tensor(self, mode, tensor, *args, **kwargs)
     if is_new_input and tensor.device.type == "foo" and tensor.dim() == 0:

@@ -1,4 +1,4 @@
-"""Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo."""
+"""Inductor for foo: its C++ kernels run on memory of foo."""
 
 import ast
 import re
@@ -23,17 +23,17 @@ from foo_ops import _C
 
 # ---------------------------------------------------------------------------------------- attention
 
-# Write torch's attention on foo as the operators of foo_ops in graphs that Inductor compiles.
+# Decomposes torch's attention on foo into operators of foo_ops in graphs that Inductor compiles.
 #
-# Kernels that a device has under torch's own name return numbers beside tensors, which the C++
-# around a graph cannot take from an operator of which it knows no more than the schema.
+# Under torch's own name, the operator returns numbers besides tensors, which generated C++ cannot
+# receive from an operator that it only knows by its schema.
 
 
 aten = torch.ops.aten
 
 
 def _in_order_of(query: Tensor, result: Tensor) -> Tensor:
-    """Let the dimensions lie in memory as those of the query, which torch promises."""
+    """Give the result the query's memory order of dimensions, which torch promises."""
     order = sorted(range(4), key=query.stride, reverse=True)
     inverse = sorted(range(4), key=order.__getitem__)
     return result.permute(order).contiguous().permute(inverse)
@@ -116,11 +116,11 @@ def register_attention() -> None:
 
 # ----------------------------------------------------------------------------------------- products
 
-# Write products with another dtype of the result, ``torch.mm(..., out_dtype=torch.float32)``, as
-# products of wider matrices in graphs that Inductor compiles: it has the former for CUDA alone.
+# Decomposes products with another result dtype, ``torch.mm(..., out_dtype=torch.float32)``, into
+# products of wider matrices: Inductor supports the former only for CUDA.
 
 
-# The fake kernel of baddbmm.dtype fails in PyTorch 2.13, on every device.
+# Without baddbmm: its fake kernel for .dtype fails in PyTorch 2.13, on every device.
 NAMES = ("mm", "bmm", "addmm")
 
 
@@ -146,12 +146,12 @@ def register_products() -> None:
 
 # ------------------------------------------------------------------------------------------ backend
 
-# Foo memory is host memory, so that they run where the tensors lie. Imported together with
-# inductor.
+# Memory of foo is host memory, so the CPU's kernels run on its tensors directly. Imported together
+# with inductor.
 
 
 def _on_cpu() -> AbstractContextManager[None]:
-    """Write and call kernels for the CPU while it lasts."""
+    """Generate and call kernels for the CPU in this context."""
     return V.graph.set_current_device(torch.device("cpu"))
 
 
@@ -171,14 +171,14 @@ class FooScheduling(CppScheduling):
 
 class _NewTensorsOnTheirDevice:
     def make_allocation(self, name: str, device: torch.device, *args: Any, **options: Any) -> str:
-        """torch writes the type of the device and sets its index before, on devices it knows."""
+        """Add the device index, which torch otherwise sets beforehand, on devices it knows."""
         wrapper: Any = super()
         code = wrapper.make_allocation(name, device, *args, **options)
         return code.replace("device='foo'", f"device='{device}'")
 
 
 class _NotesTypesOfKernels:
-    """Notes what the arguments of each kernel are in C++."""
+    """Notes the C++ types of each kernel's arguments."""
 
     types_of_kernels: dict[str, list[str]]
 
@@ -191,7 +191,7 @@ class _NotesTypesOfKernels:
 
 
 class FooWrapper(_NewTensorsOnTheirDevice, _NotesTypesOfKernels, PythonWrapperCodegen):
-    """Writes the code around the kernels of a graph."""
+    """Generates the code around the kernels of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class FooWrapper(_NewTensorsOnTheirDevice, _NotesTypesOfKernels, PythonWrapperCo
 class FooSubgraphWrapper(
     _NewTensorsOnTheirDevice, _NotesTypesOfKernels, SubgraphPythonWrapperCodegen
 ):
-    """Writes the code of a branch or of the body of a loop."""
+    """Generates the code of a branch or of a loop's body."""
 
     def __init__(self, name: str, parent: Any, partition_signatures: Any = None) -> None:
         super().__init__(name, parent, partition_signatures)
@@ -231,7 +231,7 @@ class FooSubgraphWrapper(
 
 
 class FooCppWrapper(CppWrapperCpu):
-    """Writes the same code in C++: that of the CPU, which runs as one call over memory of foo."""
+    """Generates the CPU's C++ wrapper, which runs as one call on memory of foo."""
 
     @staticmethod
     def create(*args: Any, **options: Any) -> "FooCppWrapper":
@@ -248,7 +248,7 @@ class FooCppWrapper(CppWrapperCpu):
         return CppWrapperCpu.get_c_shim_func_name(kernel, "cpu")
 
     def codegen_model_constructor(self) -> None:
-        # torch checks there that constants are on the device of the graph.
+        # torch checks here that constants are on the device of the graph.
         self.device = "foo"
         super().codegen_model_constructor()
         self.device = "cpu"
@@ -286,7 +286,7 @@ def _device_of_graph() -> torch.device:
 def as_host_call(graph: Callable[..., Any], index: int, devices: str) -> Callable[..., Any]:
     """Let a compiled graph take tensors of ``foo:index``.
 
-    There is a letter in ``devices`` for each of its results that is a tensor and no number.
+    ``devices`` has a letter for each result that is a tensor: f for foo, c for the CPU.
     """
 
     def call(inputs: list[Any]) -> list[Any]:
@@ -309,7 +309,7 @@ _is_on_cpu = BaseSchedulerNode.is_cpu
 
 
 def _is_cpu(self: BaseSchedulerNode) -> bool:
-    """Switch off what exists for GPUs alone, such as other orders of loops."""
+    """Treat foo like the CPU, without features for GPUs, such as other loop orders."""
     device = self.get_device()
     return _is_on_cpu(self) or (device is not None and device.type == "foo")
 
@@ -318,12 +318,12 @@ _header = codecache._get_cpp_wrapper_header
 
 
 def _header_of_kernels(device: str, aot_mode: bool = False) -> str:
-    """Name the header that torch compiles in advance: it has one for each device of its own."""
+    """Return the CPU's precompiled header for foo; torch has one for each of its own devices."""
     return _header("cpu" if torch.device(device).type == "foo" else device, aot_mode)
 
 
 class _Version(CustomGraphModulePass):
-    """Changes no graph. torch compiles anew what it keeps on disk when this code has changed."""
+    """Changes no graph; its hash makes torch recompile cached graphs when this file changes."""
 
     def __call__(self, graph: torch.fx.GraphModule) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Install ``module.foo()``, beside children, parameters and buffers of the same name.
+"""Install ``module.foo()``, which gives way to children, parameters and buffers of that name.
 
-torch would generate this method, too, but as a plain function. Found on the class, that hides the
-members of a module, which ``Module.__getattr__`` finds only after it; and torch refuses the name
-for a member, as it does with all that a module has already.
+torch could generate this method, too, but as a function of the class. That would hide members of a
+module, which only ``Module.__getattr__`` finds, and torch rejects members named like an existing
+attribute.
 """
 
 import sys
@@ -15,7 +15,7 @@ NAME = "foo"
 
 
 def foo(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-    """Move all parameters and buffers to foo, to the current device if none is named."""
+    """Move all parameters and buffers to foo, by default to the current device."""
     return self._apply(lambda tensor: tensor.foo(device))
 
 
@@ -24,15 +24,15 @@ def _is_method(value: Any) -> bool:
 
 
 def _is_called_by_torch() -> bool:
-    """Whether a function of torch called the one that asks."""
+    """Whether the caller's caller is a function of torch."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name.partition(".")[0] == "torch"
 
 
 class _Method:
-    """The method, which gives way to whatever else a module has by its name.
+    """The method, which gives way to any member of that name.
 
-    torch's own code does not see it. It never calls the method, but asks in dozens of places
+    torch's own code does not see the method. It never calls it, but checks in dozens of places
     whether a module has a name: to register a member, or to copy one into the graph of a model.
     """
 
@@ -45,7 +45,7 @@ class _Method:
             if _is_called_by_torch():
                 raise
             return types.MethodType(foo, module)
-        # A module that looks names up in another one finds the other's method.
+        # A module that forwards lookups to another one would find the other's method.
         return types.MethodType(foo, module) if _is_method(member) else member
 
 
@@ -53,7 +53,7 @@ _names_of = torch.nn.Module.__dir__
 
 
 def _dir(self: torch.nn.Module) -> list[str]:
-    """List the names of a module; for torch, those that it can get."""
+    """List the names of a module; for torch, without the method."""
     names = _names_of(self)
     if _is_called_by_torch() and _is_method(getattr(self, NAME)):
         names.remove(NAME)

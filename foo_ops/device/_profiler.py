@@ -1,7 +1,7 @@
-"""Give the profilers' events and tables foo's names, beside those of CUDA: ``self_foo_time_total``.
+"""Adds foo's names to profiler events, like those of CUDA: ``self_foo_time_total``.
 
-torch has ``cuda``, ``xpu`` and ``privateuse1`` for ``device`` in a table's ``sort_by``, and heads
-the columns with the name of the device that there is.
+For ``device`` in a table's ``sort_by``, torch accepts ``cuda``, ``xpu`` and ``privateuse1``; its
+column titles have the present device's name.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tell torch about device ``foo``: its name, its module, its generated methods."""
+"""Registers device ``foo`` with torch: its name, its module, its generated methods."""
 
 import atexit
 import types
@@ -9,7 +9,7 @@ from foo_ops import _C
 from foo_ops._after_import import after_import
 from foo_ops.device import _data_parallel, _dlpack, _module_method, _profiler, _sharing
 
-# Typed storages count whole elements, and torch has none of less than a byte.
+# Typed storages count whole elements, so there are none for dtypes below a byte.
 SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
 
 
@@ -24,11 +24,11 @@ def register(module: types.ModuleType) -> None:
     _sharing.register()
     _data_parallel.register()
     _profiler.register()
-    # Python ends a thread that asks for the GIL while it shuts down, and C++ ends the process if
-    # that happens in a destructor: a backward pass just before the end did so, 1 time in 14.
+    # At shutdown Python ends threads that request the GIL, and C++ aborts the process if that
+    # happens in a destructor: with a backward pass just before the end that happened 1 time in 14.
     atexit.register(_C.device.wait_for_autograd_threads)
     # A build of torch may lack the first. torch imports the others at the first use of
-    # torch.compile, which takes seconds. None has an entry point for a device to register before.
+    # torch.compile, which takes seconds. None has an entry point for devices to register earlier.
     after_import("torch.distributed.distributed_c10d", _register_with_distributed)
     after_import("torch._subclasses.fake_impls", _register_with_fake_tensors)
     after_import("torch._dynamo", _register_with_dynamo)

@@ -1,7 +1,7 @@
-"""Send tensors of foo through torch.multiprocessing: processes share memory, as on the CPU.
+"""Sends tensors of foo through torch.multiprocessing: processes share memory, as on the CPU.
 
-When a storage is first sent, its bytes move into a storage of the CPU in shared memory, its host
-storage. The receiver maps that, and what either process writes the other sees.
+When a storage is first sent, its bytes move into a CPU storage in shared memory, its host storage.
+The receiver maps that, and both processes see each other's writes.
 """
 
 import threading
@@ -16,7 +16,7 @@ from foo_ops.device import devices
 
 _Storage = torch.UntypedStorage
 
-# Weak references: to host storages by address, and to storages of foo by that and device index.
+# Weak references: to host storages by address, and to storages of foo by address and device index.
 _host_storages = reductions.SharedCache()
 _foo_storages = reductions.SharedCache()
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ def register() -> None:
 def _reduce(storage: _Storage) -> tuple[Any, ...]:
     if storage.device.type != "foo":
         return reductions.reduce_storage(storage)
-    # A forked child must not wait for a lock that another thread held at the fork.
+    # init() raises in a forked child, which must not wait for a lock held during the fork.
     devices.init()
     with _lock:
         return _rebuild, (_host_storage(storage), storage.device.index)
@@ -39,7 +39,7 @@ def _rebuild(host: _Storage, index: int) -> _Storage:
     devices.init()
     with _lock:
         storage = _known(_foo_storages, (host.data_ptr(), index))
-        # It may have grown since, and then lies elsewhere.
+        # It may have been resized since, and moved.
         if storage is None or storage.data_ptr() != host.data_ptr():
             storage = _Storage(0, device=f"foo:{index}")
             _place_in(storage, host)
@@ -57,7 +57,7 @@ def _host_storage(storage: _Storage) -> _Storage:
 
 def _place_in(storage: _Storage, host: _Storage) -> None:
     _C.place_in(storage, host)
-    # Empty ones have no address by which to find them again.
+    # Empty storages have no address to find them by.
     if host.nbytes() > 0:
         _host_storages[host.data_ptr()] = reductions.StorageWeakRef(host)
         key = (host.data_ptr(), storage.device.index)

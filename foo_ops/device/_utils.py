@@ -1,4 +1,4 @@
-"""Find the device that an argument means, under the name that torch.serialization calls."""
+"""The device index of an argument, in a function that torch.serialization calls by name."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 
 
 def _get_device_index(device: Any, optional: bool = False) -> int:
-    """Return the index that an int, a string or a torch.device names.
+    """Return the index of an int, a string or a torch.device.
 
-    None, and ``foo`` without an index, mean the current device where ``optional`` allows it.
+    If ``optional``, None and ``foo`` without an index mean the current device.
     """
     if isinstance(device, int):
         return device

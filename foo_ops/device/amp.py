@@ -1,10 +1,10 @@
-"""Automatic mixed precision: torch.autocast("foo") has the operator lists of CUDA."""
+"""Automatic mixed precision: torch.autocast("foo") uses CUDA's lists of operators."""
 
 import torch
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the dtypes that ``torch.autocast("foo", dtype=...)`` takes.
+    """Return the dtypes that ``torch.autocast("foo", dtype=...)`` supports.
 
     Example:
         >>> torch.foo.get_amp_supported_dtype()
@@ -36,7 +36,7 @@ def set_autocast_enabled(enabled: bool) -> None:
 
 
 def get_autocast_dtype() -> torch.dtype:
-    """Return the dtype that autocast uses: float16 unless another one was chosen.
+    """Return the dtype that autocast uses, float16 by default.
 
     Example:
         >>> with torch.autocast("foo", torch.bfloat16):
@@ -47,7 +47,7 @@ def get_autocast_dtype() -> torch.dtype:
 
 
 def set_autocast_dtype(dtype: torch.dtype) -> None:
-    """Choose the dtype that autocast uses where ``torch.autocast`` names none.
+    """Choose the dtype that autocast uses if ``torch.autocast`` is called without one.
 
     Example:
         >>> torch.foo.set_autocast_dtype(torch.float16)

@@ -1,4 +1,4 @@
-"""Attach numbers to a tensor, as backends with formats of their own do."""
+"""Metadata of a tensor, as used by backends with their own formats."""
 
 import torch
 
@@ -8,8 +8,8 @@ from foo_ops._C import device as _C
 def set_backend_meta(tensor: torch.Tensor, version: int, format_number: int) -> None:
     """Mark the memory of a tensor on foo with a version and the number of a format.
 
-    The mark goes with the memory: every view bears it, and so does what ``.to``, ``clone``,
-    ``copy.deepcopy`` and ``torch.load`` make of the tensor. Results of other operators do not.
+    The mark belongs to the memory: every view has it, and so do tensors that ``.to``, ``clone``,
+    ``copy.deepcopy`` and ``torch.load`` make from it. Results of other operators do not.
     ``ValueError`` for a tensor that is not a dense one on foo.
 
     >>> tensor = torch.ones(3, device="foo")
@@ -21,7 +21,7 @@ def set_backend_meta(tensor: torch.Tensor, version: int, format_number: int) -> 
 
 
 def get_backend_meta(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return version and number that :func:`set_backend_meta` gave, or None.
+    """Return the version and number set by :func:`set_backend_meta`, or None.
 
     Example:
         >>> torch.foo.get_backend_meta(torch.ones(3, device="foo")) is None

@@ -1,4 +1,4 @@
-"""Count and choose devices, and say what they are."""
+"""Count, choose and describe devices."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from foo_ops.device._utils import _get_device_index
 
 
 class DeviceProperties(NamedTuple):
-    """A device as :func:`get_device_properties` describes it.
+    """The result of :func:`get_device_properties`.
 
     Example:
         >>> properties = torch.foo.get_device_properties("foo:0")
@@ -30,19 +30,19 @@ _DEVICE_COUNT: int = _C.device_count()
 
 
 def init() -> None:
-    """Initialize the device, as its first use does. Raises in a child of a process that used it.
+    """Initialize the device, as its first use does. Raises in a fork of a process that used it.
 
     Example:
         >>> torch.foo.init()
         >>> torch.foo.is_initialized()
         True
     """
-    # Under torch.compile all goes through operators, which do it themselves.
+    # Under torch.compile everything goes through operators, which initialize the device.
     if not torch.compiler.is_compiling():
         _C.initialize()
 
 
-# torch calls it by this name before it makes the first tensor on the device.
+# torch calls this name before it makes the first tensor on the device.
 _lazy_init = init
 
 
@@ -68,7 +68,7 @@ def is_available() -> bool:
 
 
 def _is_in_bad_fork() -> bool:
-    """Return whether this process is a forked child of one that had used the device.
+    """Return whether this process was forked from one that had used the device.
 
     Such a child cannot use it, as with CUDA: locks and memory of the device may be in any state.
     """
@@ -86,7 +86,7 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """Return the index of the device that ``device="foo"`` stands for.
+    """Return the index of the current device, which ``device="foo"`` means.
 
     Example:
         >>> torch.foo.current_device()
@@ -145,7 +145,7 @@ class device:  # noqa: N801 (the name it has in torch.cuda)
 class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
     """Make the device of a tensor or storage the current one inside of ``with``.
 
-    It changes nothing for one that is not on foo.
+    Tensors and storages that are not on foo change nothing.
 
     Example:
         >>> tensor = torch.ones(3, device="foo:1")
@@ -159,7 +159,7 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 
 def synchronize(device: Any = None) -> None:
-    """Check the argument; every operator is done when it returns.
+    """Check the argument; there is nothing to wait for, as operators finish before they return.
 
     Example:
         >>> torch.foo.synchronize("foo:1")
@@ -196,7 +196,7 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return major and minor version of the device, which are those of foo_ops.
+    """Return major and minor version of the device, those of foo_ops.
 
     Example:
         >>> major, minor = torch.foo.get_device_capability()
@@ -213,7 +213,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Return whether two devices differ: each reads the memory of all others, which is the host's.
+    """Return whether two devices differ: each can read all others' memory, which is the host's.
 
     Example:
         >>> torch.foo.can_device_access_peer(0, 1)
@@ -247,7 +247,7 @@ def is_tf32_supported() -> bool:
 
 
 def ipc_collect() -> None:
-    """Do nothing: shared memory goes back when the last process has freed it.
+    """Do nothing: shared memory is released when the last process has freed it.
 
     Example:
         >>> torch.foo.ipc_collect()

@@ -1,4 +1,4 @@
-"""Capture what a stream is given as a graph, and replay it; graphs of functions and modules."""
+"""Capture operators of a stream as a graph, and replay it; graphs of functions and modules."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from foo_ops.device import _compiled_kernels, devices, memory, streams
 
 # ------------------------------------------------------------------------------- capture and replay
 
-# Capture what a stream is given as a graph, and replay it.
+# Capture the operators of a stream as a graph, and replay it.
 
 
 PoolHandle = tuple[int, int]
@@ -25,7 +25,7 @@ CaptureErrorMode = Literal["default", "global", "thread_local", "relaxed"]
 
 
 def is_current_stream_capturing() -> bool:
-    """Return whether a graph captures what the current stream is given.
+    """Return whether a graph captures the current stream.
 
     Example:
         >>> torch.foo.is_current_stream_capturing()
@@ -35,7 +35,7 @@ def is_current_stream_capturing() -> bool:
 
 
 def graph_pool_handle() -> PoolHandle:
-    """Return the name of a new pool of memory, for graphs that are to share it.
+    """Return the id of a new memory pool that graphs can share.
 
     Example:
         >>> pool = torch.foo.graph_pool_handle()
@@ -51,16 +51,16 @@ def graph_pool_handle() -> PoolHandle:
 
 
 class FooGraph(torch._C._acceleratorGraph):
-    """A list of operators that a stream was given, to be replayed with the same memory.
+    """Operators captured from a stream, to be replayed with the same memory.
 
-    It is what ``torch.cuda.CUDAGraph`` is there; ``torch.accelerator.Graph`` is the same behind
-    another face. Operators run once while they are captured, as their results' shapes are known no
-    sooner, and what they wrote to tensors from before is then put back: the values of results mean
+    The counterpart of ``torch.cuda.CUDAGraph``; ``torch.accelerator.Graph`` is the same with
+    another interface. Operators run once during capture, since only that gives the shapes of their
+    results. Afterwards earlier tensors get their old contents back, so the values of results mean
     nothing until the first replay.
 
     Args:
-        keep_graph: Whether :meth:`instantiate`, or the first replay, makes it ready, and not the
-            end of the capture.
+        keep_graph: Whether :meth:`instantiate`, or the first replay, makes it ready, rather than
+            the end of the capture.
 
     Example:
         >>> x = torch.zeros(3, device="foo")
@@ -85,30 +85,31 @@ class FooGraph(torch._C._acceleratorGraph):
         pool: PoolHandle | None = None,
         capture_error_mode: CaptureErrorMode = "global",
     ) -> None:
-        """Begin to capture what the current stream is given, which must not be the default one.
+        """Begin to capture the current stream, which must not be the default one.
 
         Args:
             pool: The pool of another graph, or of :func:`graph_pool_handle`; None for a new one.
-            capture_error_mode: As for a ``CUDAGraph``. On foo all modes refuse the same.
+            capture_error_mode: As for a ``CUDAGraph``. On foo all modes reject the same calls.
         """
         super().capture_begin(pool=pool, capture_error_mode=capture_error_mode)
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """Do nothing, as every replay goes on where each generator of foo is.
+        """Do nothing, since replays continue from the current state of each generator of foo.
 
         Args:
-            generator: One that operators of the graph draw from.
+            generator: A generator that operators of the graph use.
         """
 
 
 class graph(contextlib.AbstractContextManager[None]):  # noqa: N801
-    """Captures what is done inside of ``with``.
+    """Captures the operators inside of ``with``.
 
     Args:
         foo_graph: The graph that captures.
         pool: The pool of another graph, or of :func:`graph_pool_handle`; None for a new one.
-        stream: The stream to capture, which is the current one inside; None for one of its own.
-        capture_error_mode: As for a ``CUDAGraph``. On foo all modes refuse the same.
+        stream: The stream to capture, which is the current one inside; None for a stream of its
+            own.
+        capture_error_mode: As for a ``CUDAGraph``. On foo all modes reject the same calls.
 
     Example:
         >>> total = torch.zeros((), device="foo")
@@ -160,7 +161,7 @@ class graph(contextlib.AbstractContextManager[None]):  # noqa: N801
         try:
             self.foo_graph.capture_end()
         except RuntimeError:
-            # The exception that made the capture fail says more.
+            # Keep the exception that made the capture fail, which says more.
             if exception is None:
                 raise
         finally:
@@ -175,7 +176,7 @@ def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     if not _C.is_current_stream_capturing():
         return
     if not all(group.get("capturable", True) for group in optimizer.param_groups):
-        # torch says so where it knows the device.
+        # torch raises this error on the devices that it knows.
         raise RuntimeError(
             "Attempting graph capture of step() for an instance of "
             f"{type(optimizer).__name__} but param_groups' capturable is False."
@@ -183,7 +184,7 @@ def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
 
 
 class _Hooks:
-    """What is there only while something is captured: other programs see nothing of it."""
+    """Hooks that exist only during captures, so other programs do not see them."""
 
     def __init__(self) -> None:
         self._of_optimizers: RemovableHandle | None = None
@@ -210,7 +211,7 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 class _Graphed:
-    """A callable, and the tensors that its graphs read and write."""
+    """A callable, its graphs, and the tensors that they read and write."""
 
     def __init__(self, function: _Callable, arguments: tuple[Any, ...]) -> None:
         self.function = function
@@ -274,7 +275,7 @@ class _Graphed:
         class Replay(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *inputs: torch.Tensor) -> _Tensors:
-                # The parameters are those of the graph.
+                # Only the sample inputs are copied; parameters are the graph's own.
                 for place, given in zip(graphed.sample_inputs, inputs, strict=False):
                     if place.data_ptr() != given.data_ptr():
                         place.copy_(given)
@@ -310,7 +311,7 @@ def _put_into(module: torch.nn.Module, graphed: _Callable) -> torch.nn.Module:
     is_training, forward = module.training, module.forward
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        # The other mode was not captured.
+        # Only one mode, training or evaluation, was captured.
         chosen = graphed if module.training == is_training else forward
         return chosen(*arguments, **keywords)
 
@@ -329,16 +330,16 @@ def make_graphed_callables(
 
     Args:
         callables: A function or module, or a tuple of them in the order in which they will run.
-            Modules are changed, and returned.
+            Modules are changed in place, and returned.
         sample_args: The tensors of a call, or a tuple of these for each callable. The graphs read
-            them, and later arguments are copied there.
-        num_warmup_iters: How often each is run before it is captured.
+            these tensors; later arguments are copied into them.
+        num_warmup_iters: How often each callable runs before the capture.
         allow_unused_input: Whether inputs may have no influence on outputs.
         pool: The pool of memory; None for a new one.
 
     Raises:
         RuntimeError: Under autocast with its cache.
-        TypeError: For arguments that are no tensors.
+        TypeError: For arguments that are not tensors.
         ValueError: For a module that has hooks, or a buffer that requires a gradient.
 
     Example:

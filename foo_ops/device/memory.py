@@ -1,4 +1,4 @@
-"""Report memory figures, exact to the byte, and manage freed blocks and pools."""
+"""Memory statistics, exact to the byte, and control of freed blocks and pools."""
 
 import contextlib
 import warnings
@@ -13,7 +13,7 @@ from foo_ops.device._utils import _get_device_index
 
 # -------------------------------------------------------------------------------- figures and cache
 
-# Report memory figures, exact to the byte, and manage the cache of freed blocks.
+# Memory statistics, exact to the byte, and control of the cache of freed blocks.
 
 
 def _index(device: Any) -> int:
@@ -36,9 +36,9 @@ def _nested(figures: dict[str, Any]) -> dict[str, Any]:
 def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
     """Return the allocator's figures, under the names of ``torch.cuda.memory_stats``.
 
-    ``allocated_bytes`` counts what tensors asked for, rounded up to 64 bytes; ``active_bytes`` the
-    blocks that they got; ``reserved_bytes`` what the device holds of the system's memory. Empty
-    until the device is first used.
+    ``allocated_bytes`` counts the bytes that tensors requested, rounded up to 64; ``active_bytes``
+    the blocks that hold them; ``reserved_bytes`` the memory that the device has from the system.
+    Empty until the device is first used.
 
     Example:
         >>> tensor = torch.ones(1000, device="foo")
@@ -97,7 +97,7 @@ def max_memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Let the peaks begin again at what is held now.
+    """Reset the peaks to the present values.
 
     Example:
         >>> torch.foo.reset_peak_memory_stats()
@@ -108,7 +108,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Let the sums of all that was allocated and freed begin again at zero.
+    """Reset the sums of allocated and freed memory to zero.
 
     Example:
         >>> torch.foo.reset_accumulated_memory_stats()
@@ -119,7 +119,7 @@ def reset_accumulated_memory_stats(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """Return all memory to the system that no tensor holds, of all devices.
+    """Return all unused memory of all devices to the system.
 
     Example:
         >>> total = torch.ones(1000, device="foo").sum().item()
@@ -129,7 +129,7 @@ def empty_cache() -> None:
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    """Return the figures of :func:`memory_stats`, one level for each word of a name.
+    """Return the figures of :func:`memory_stats` as nested dicts, one level per word of a name.
 
     Example:
         >>> torch.foo.init()
@@ -140,7 +140,7 @@ def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Return what :func:`memory_reserved` does: the device belongs to this process alone.
+    """Return :func:`memory_reserved`, since only this process uses the device.
 
     Example:
         >>> torch.foo.device_memory_used() >= torch.foo.memory_allocated()
@@ -150,7 +150,7 @@ def device_memory_used(device: Any = None) -> int:
 
 
 def get_allocator_backend() -> str:
-    """Return ``native``: PyTorch's name for a caching allocator of a device's own.
+    """Return ``native``, PyTorch's name for a device's own caching allocator.
 
     Example:
         >>> torch.foo.get_allocator_backend()
@@ -160,7 +160,7 @@ def get_allocator_backend() -> str:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return the bytes that the device can still reserve, and the bytes that it has in all.
+    """Return the bytes that the device can still reserve, and its total bytes.
 
     The devices share the memory of the host unless FOO_MEMORY_LIMIT gives each its own.
 
@@ -173,9 +173,9 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Limit what a device may reserve to a fraction, from 0 to 1, of its total memory.
+    """Limit the memory that a device may reserve to a fraction, from 0 to 1, of its total.
 
-    Beyond it, and after the cache was emptied, ``torch.OutOfMemoryError`` is raised.
+    Beyond it, after the cache was emptied, ``torch.OutOfMemoryError`` is raised.
 
     Example:
         >>> torch.foo.set_per_process_memory_fraction(0.5)
@@ -209,7 +209,7 @@ def caching_allocator_alloc(size: int, device: Any = None) -> int:
 
 
 def caching_allocator_delete(mem_ptr: int) -> None:
-    """Free a block that :func:`caching_allocator_alloc` gave.
+    """Free a block that :func:`caching_allocator_alloc` returned.
 
     Example:
         >>> before = torch.foo.memory_allocated()
@@ -224,8 +224,8 @@ def host_memory_stats() -> "OrderedDict[str, Any]":
     """Return the figures of pinned memory, under the names that ``torch.cuda`` gives them.
 
     ``allocated_bytes`` counts the blocks, in use or cached, and ``active_bytes`` those in use.
-    ``num_host_alloc`` and ``num_host_free`` say how often the system was asked. Empty until the
-    device is first used.
+    ``num_host_alloc`` and ``num_host_free`` count calls to the system. Empty until the device is
+    first used.
 
     Example:
         >>> pinned = torch.ones(1000).pin_memory()
@@ -236,7 +236,7 @@ def host_memory_stats() -> "OrderedDict[str, Any]":
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    """Return the figures of :func:`host_memory_stats`, one level for each word of a name.
+    """Return :func:`host_memory_stats` as nested dicts, one level per word of a name.
 
     Example:
         >>> torch.foo.init()
@@ -247,7 +247,7 @@ def host_memory_stats_as_nested_dict() -> dict[str, Any]:
 
 
 def reset_peak_host_memory_stats() -> None:
-    """Let the peaks of pinned memory begin again at what is held now.
+    """Reset the peaks of pinned memory to the present values.
 
     Example:
         >>> torch.foo.reset_peak_host_memory_stats()
@@ -256,7 +256,7 @@ def reset_peak_host_memory_stats() -> None:
 
 
 def reset_accumulated_host_memory_stats() -> None:
-    """Let the sums of all pinned memory that was allocated and freed begin again at zero.
+    """Reset the sums of allocated and freed pinned memory to zero.
 
     Example:
         >>> torch.foo.reset_accumulated_host_memory_stats()
@@ -265,7 +265,7 @@ def reset_accumulated_host_memory_stats() -> None:
 
 
 def memory_cached(device: Any = None) -> int:
-    """Return :func:`memory_reserved`, whose former name this is.
+    """Return :func:`memory_reserved`, under its former name.
 
     Example:
         >>> torch.foo.memory_cached() == torch.foo.memory_reserved()
@@ -276,7 +276,7 @@ def memory_cached(device: Any = None) -> int:
 
 
 def max_memory_cached(device: Any = None) -> int:
-    """Return :func:`max_memory_reserved`, whose former name this is.
+    """Return :func:`max_memory_reserved`, under its former name.
 
     Example:
         >>> torch.foo.max_memory_cached() == torch.foo.max_memory_reserved()
@@ -287,7 +287,7 @@ def max_memory_cached(device: Any = None) -> int:
 
 
 def reset_max_memory_allocated(device: Any = None) -> None:
-    """Call :func:`reset_peak_memory_stats`: all peaks begin again.
+    """Call :func:`reset_peak_memory_stats`, which resets all peaks.
 
     Example:
         >>> torch.foo.reset_max_memory_allocated()
@@ -297,7 +297,7 @@ def reset_max_memory_allocated(device: Any = None) -> None:
 
 
 def reset_max_memory_cached(device: Any = None) -> None:
-    """Call :func:`reset_peak_memory_stats`: all peaks begin again.
+    """Call :func:`reset_peak_memory_stats`, which resets all peaks.
 
     Example:
         >>> torch.foo.reset_max_memory_cached()
@@ -306,7 +306,7 @@ def reset_max_memory_cached(device: Any = None) -> None:
     reset_peak_memory_stats(device)
 
 
-# torch.cuda warns in the same words.
+# The text of torch.cuda's warning.
 def _warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"`torch.foo.{old}` has been renamed to `torch.foo.{new}`", FutureWarning, stacklevel=3
@@ -323,10 +323,10 @@ def _warn_resets_all(name: str) -> None:
 
 
 def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-    """List every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``.
+    """List all segments of all devices, with their blocks, as ``torch.cuda.memory_snapshot``.
 
     Args:
-        mempool_id: The pool whose segments are listed; None for those of all.
+        mempool_id: The pool whose segments are listed; None for all pools.
 
     Example:
         >>> tensor = torch.ones(1000, device="foo")
@@ -396,18 +396,18 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 # -------------------------------------------------------------------------------------------- pools
 
-# Give some tensors memory that no others get.
+# Separate memory for some tensors.
 
 
 class MemPool:
-    """A pool of device memory, whose segments hold what is allocated under :func:`use_mem_pool`.
+    """A pool of device memory for allocations under :func:`use_mem_pool`.
 
-    Its memory goes back to the system when the pool and the last tensor in it are gone, at the
-    latest when the cache is emptied after that.
+    Its memory returns to the system when the pool and the last tensor in it are gone, at the latest
+    when the cache is emptied after that.
 
     Args:
         allocator: None: foo has one allocator.
-        use_on_oom: Whether the pool's free memory serves others when there is no more.
+        use_on_oom: Whether other allocations may use the pool's free memory when there is no more.
         no_split: Whether each tensor has a segment of its own.
 
     Raises:
@@ -432,13 +432,13 @@ class MemPool:
         _C.add_pool_user(self._device, self._id, *self._options)
 
     def __del__(self) -> None:
-        # It was not made.
+        # The constructor may have raised.
         if hasattr(self, "_device"):
             _C.remove_pool_user(self._device, self._id)
 
     @property
     def id(self) -> tuple[int, int]:
-        """The name of the pool, which graphs take as well."""
+        """The id of the pool, which graphs accept as well."""
         return self._id
 
     @property
@@ -447,7 +447,7 @@ class MemPool:
         return
 
     def use_count(self) -> int:
-        """Return how often the pool is used: by this object, by ``with``, and by graphs."""
+        """Return the number of users of the pool: this object, ``with`` blocks, and graphs."""
         return _C.count_pool_users(self._device, self._id)
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -463,11 +463,11 @@ _ONE_ALLOCATOR = (
 
 @contextlib.contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """Let this thread allocate from the pool, inside of ``with``.
+    """Make this thread allocate from the pool, inside of ``with``.
 
     Args:
         pool: The pool.
-        device: The device whose allocations these are; None for the current one.
+        device: The device to allocate on; None for the current one.
 
     Example:
         >>> pool = torch.foo.MemPool()
@@ -487,10 +487,10 @@ def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
 
 
 def change_current_allocator(allocator: Any) -> None:
-    """Refuse another allocator.
+    """Raise NotImplementedError: the allocator cannot be replaced.
 
     Raises:
-        NotImplementedError: Always, saying what to do.
+        NotImplementedError: Always; it says what to do instead.
 
     Example:
         >>> torch.foo.change_current_allocator(None)

@@ -1,4 +1,4 @@
-"""Which kernels the operators on foo run on, and how often they did."""
+"""Choice of kernels for operators on foo, and counts of their calls."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from foo_ops._C import device as _C
 
 
 class OperatorCount(NamedTuple):
-    """How often an operator ran on a kernel of foo's own, and on the CPU's by the fallback."""
+    """How often an operator ran by foo's own kernel, and by the CPU's as a fallback."""
 
     own: int
     fallback: int
@@ -15,8 +15,8 @@ class OperatorCount(NamedTuple):
 def operator_counts() -> dict[str, OperatorCount]:
     """Return how often each operator has run on foo, by its name with the overload.
 
-    Operators that are made of others do not appear, but those they call do. A backend is brought
-    up by giving kernels of its own to what runs often through the fallback.
+    Composite operators do not appear, but the operators that they call do. To bring up a backend,
+    write kernels for the operators that often use the fallback.
 
     >>> torch.foo.reset_operator_counts()
     >>> total = torch.ones(3, device="foo").view(1, 3) + 1
@@ -27,7 +27,7 @@ def operator_counts() -> dict[str, OperatorCount]:
 
 
 def reset_operator_counts() -> None:
-    """Let :func:`operator_counts` begin again at nothing.
+    """Reset :func:`operator_counts`.
 
     Example:
         >>> torch.foo.reset_operator_counts()
@@ -54,9 +54,9 @@ def set_matmul_kernels(kernels: str) -> None:
     """Choose whose kernels multiply matrices on foo, in all threads.
 
     Args:
-        kernels: ``foo``, the default, for those of `foo_ops.linear`, which are faster on many
-            processors. ``cpu`` for PyTorch's own, so that results are equal to those of the CPU to
-            the last bit, as those of other operators are.
+        kernels: ``foo``, the default, for the kernels of `foo_ops.linear`, which are faster on many
+            processors. ``cpu`` for PyTorch's own, so that results equal the CPU's to the last bit,
+            like those of other operators.
 
     Raises:
         ValueError: for another name.

@@ -1,4 +1,4 @@
-"""Draw random numbers: one default generator per device, with the CPU's numbers for a seed."""
+"""Random numbers: one default generator per device, with the CPU's numbers for each seed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +21,7 @@ def _generator(device: Any) -> torch.Generator:
 
 
 def get_rng_state(device: Any = "foo") -> torch.Tensor:
-    """Return the state of a device's generator, from which its numbers can be drawn again.
+    """Return the state of a device's generator, with which its numbers can be drawn again.
 
     Example:
         >>> state = torch.foo.get_rng_state()

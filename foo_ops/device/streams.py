@@ -1,4 +1,4 @@
-"""Provide streams and events. Every operator is done when it returns, whatever the stream."""
+"""Streams and events. Operators finish before they return, whatever the stream."""
 
 from types import TracebackType
 from typing import Any
@@ -9,7 +9,7 @@ from foo_ops._C import device as _C
 from foo_ops.device._utils import _get_device_index
 from foo_ops.device.devices import init
 
-# torch's own classes serve the accelerator of the process, which is foo.
+# torch's own classes use the accelerator of the process, which is foo.
 Stream = torch.Stream
 Event = torch.Event
 
@@ -22,7 +22,7 @@ def _stream_by_id(stream_id: int, index: int) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
-    """Return the stream of a device that is current until :func:`set_stream` chooses another.
+    """Return a device's default stream, current until :func:`set_stream` chooses another.
 
     Example:
         >>> torch.foo.default_stream().stream_id
@@ -33,7 +33,7 @@ def default_stream(device: Any = None) -> torch.Stream:
 
 
 def current_stream(device: Any = None) -> torch.Stream:
-    """Return the stream of a device that is current now.
+    """Return the current stream of a device.
 
     Example:
         >>> torch.foo.current_stream() == torch.foo.default_stream()
@@ -69,7 +69,7 @@ class StreamContext:
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
-        # For each entry the current streams: of the device of this one, and of the current device.
+        # The current streams at each entry: of this stream's device, and of the current device.
         self._previous: list[tuple[torch.Stream, torch.Stream]] = []
 
     def __enter__(self) -> None:

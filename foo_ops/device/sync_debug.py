@@ -1,4 +1,4 @@
-"""Say where the host waits for the device without being told to."""
+"""Report operators that make the host wait for the device implicitly."""
 
 from foo_ops._C import sanitizer as _C
 
@@ -6,14 +6,14 @@ _MODES = ("default", "warn", "error")
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Choose what becomes of operators that make the host wait for the device.
+    """Ignore, warn about or raise for operators that make the host wait for the device.
 
     These are ``item()``, ``bool(tensor)`` and the like, blocking copies between host and device,
-    and operators whose results' sizes depend on values, such as ``nonzero``. ``synchronize()`` is
-    none of them. The message names the operator.
+    and operators whose results' sizes depend on values, such as ``nonzero``. ``synchronize()`` does
+    not count. The message names the operator.
 
     Args:
-        debug_mode: "default" or 0 says nothing, "warn" or 1 warns, "error" or 2 raises RuntimeError
+        debug_mode: "default" or 0 does nothing, "warn" or 1 warns, "error" or 2 raises RuntimeError
             before the operator runs.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Classes of tensors and storages for one dtype, as old programs name them: torch.foo.FloatTensor.
+"""Legacy classes of tensors and storages for one dtype, such as torch.foo.FloatTensor.
 
-torch advises against them. ``tensor.type()`` returns their names.
+torch deprecates them. ``tensor.type()`` returns their names.
 """
 
 import types
@@ -21,16 +21,16 @@ DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
-# torch has storages of complex numbers, but no such tensors.
+# torch has legacy storages of complex numbers, but no such tensors.
 STORAGE_DTYPES = DTYPES | {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
 
 
 class TensorType(type):
-    """The type of these classes, whose instances are tensors of foo with one dtype."""
+    """Metaclass of these classes, whose instances are tensors of foo with one dtype."""
 
     dtype: torch.dtype
 
-    # Tensor.type reads the name that C has for the class, in which the module must stand.
+    # Tensor.type reads the class's C-level name, which must include the module.
     @property
     def __name__(cls) -> str:  # type: ignore[override]
         return cls.__qualname__
@@ -43,7 +43,7 @@ class TensorType(type):
         )
 
     def __call__(cls, *arguments: Any, device: Any = "foo") -> torch.Tensor:
-        """Make a tensor of sizes, of numbers, or with the memory of another one."""
+        """Make a tensor from sizes, from numbers, or sharing another tensor's memory."""
         device = torch.device(device)
         if device.type != "foo":
             raise RuntimeError(

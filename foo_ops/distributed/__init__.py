@@ -1,4 +1,4 @@
-"""Attention of sequences that are cut among the processes of torch.distributed."""
+"""Attention of sequences that are sharded among the processes of torch.distributed."""
 
 from foo_ops.distributed.ring_attention import ring_attention
 from foo_ops.distributed.sequence import gather_sequence, shard_sequence

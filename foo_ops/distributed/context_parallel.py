@@ -1,7 +1,7 @@
-"""Let torch's context_parallel cut the sequences of our attention, by ring attention.
+"""Support torch's context_parallel for our attention, by ring attention.
 
-The context patches F.scaled_dot_product_attention alone. Within it our operators, called by
-whatever name, would see each process's own part.
+The context patches only F.scaled_dot_product_attention. Within it our operators, called by
+whatever name, would see just the process's own part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ATTENTION = (torch.ops.foo.attention, torch.ops.foo.attention.default)
 VARLEN = (torch.ops.foo.attention_varlen, torch.ops.foo.attention_varlen.default)
 OPTIONAL = ("attn_bias", "alibi_slopes", "sinks")
-# A bias has rows and columns, of which the context may have cut some, and dropout draws by places.
+# The context may have sharded rows or columns of a bias, and dropout draws by places.
 REFUSED = ("attn_bias", "dropout_p")
 
 

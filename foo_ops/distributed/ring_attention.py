@@ -1,4 +1,4 @@
-"""Attention of a sequence that is cut among processes: keys and values go round."""
+"""Attention of a sequence that is sharded among processes: keys and values go round a ring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foo_ops.ops.attention.options import AttentionOptions, given_options
 
 # ------------------------------------------------------------------------------------------- checks
 
-# Refuse arguments of ring attention, on all processes alike.
+# Refuse arguments of ring attention, on all processes at once.
 
 
 NAMES = ("query", "key", "value", "alibi_slopes", "sinks")
@@ -28,9 +28,9 @@ NAMES = ("query", "key", "value", "alibi_slopes", "sinks")
 def exchange_lengths(
     ring: Ring, tensors: dict[str, Tensor | None], options: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Return how many queries and keys each process has.
+    """Return the numbers of queries and keys of each process.
 
-    Where something is wrong on one process, all raise it.
+    If arguments are wrong on one process, all processes raise the error.
 
     Args:
         tensors: those of NAMES and attn_bias.
@@ -49,7 +49,7 @@ def exchange_lengths(
 
 
 def described(tensors: dict[str, Tensor | None], options: dict[str, Any]) -> dict[str, Any]:
-    """Return what other processes are told of the arguments of this one."""
+    """Return a description of this process's arguments, for the other processes."""
     bias, query = tensors["attn_bias"], tensors["query"]
     assert query is not None
     shapes = {name: None if it is None else list(it.shape) for name, it in tensors.items()}
@@ -64,7 +64,7 @@ def described(tensors: dict[str, Tensor | None], options: dict[str, Any]) -> dic
 def error_of(
     tensors: dict[str, Tensor | None], options: dict[str, Any]
 ) -> ValueError | TypeError | None:
-    """Return what is wrong with the arguments of this process."""
+    """Return the error in the arguments of this process, or None."""
     query, key, value, slopes, sinks = (tensors[name] for name in NAMES)
     bias = tensors["attn_bias"]
     names = ("scale", "window_left", "window_right", "softcap")
@@ -138,16 +138,16 @@ def require_bias(rank: int, its: dict[str, Any], keys: int) -> None:
 # ---------------------------------------------------------------------------------------- attention
 
 # Each process has some of the queries, keys and values. In n steps it sees the keys and values of
-# all (Liu et al. 2023, Ring Attention, algorithm 1), and merges what it computes with each by their
-# logsumexp, so that no process ever has the whole sequence:
+# all processes (Liu et al. 2023, Ring Attention, algorithm 1), and merges the partial results by
+# their logsumexp, so that no process ever has the whole sequence:
 #
 #     L = log(e^L1 + e^L2),   O = e^(L1 - L) O1 + e^(L2 - L) O2
 #
-# The gradients go the same way: those of keys and values travel with them, and are home in the end.
+# Gradients go the same way: those of keys and values travel with them, and arrive at home.
 
 
 KEYS, GRADIENTS = 0, 2
-"""Tags of what goes round at the same time, keys with values and their gradients."""
+"""Tags of tensors that go round at the same time: keys with values, and their gradients."""
 
 
 def ring_attention(
@@ -167,40 +167,41 @@ def ring_attention(
     is_balanced: bool = False,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute scaled dot-product attention of a sequence that is cut among processes.
+    """Compute scaled dot-product attention of a sequence that is sharded among processes.
 
-    All processes of the group call it, each with its part. Keys and values of one other process are
-    in memory at a time, and the next ones on their way. The backward pass goes round again, on all
-    processes. Dropout is not among the options.
+    All processes of the group call it, each with its part. At a time, a process has the keys and
+    values of one other process in memory, while the next ones are on their way. The backward pass
+    goes round again, on all processes. There is no dropout.
 
     Args:
         query: (B, Hq, S, D), this process's queries, as `foo_ops.attention` takes them.
         key: (B, Hkv, Sk, D), its keys. Hq must be a multiple of Hkv.
-        value: (B, Hkv, Sk, Dv). Lengths may differ from process to process; what else the tensors
-            are may not.
+        value: (B, Hkv, Sk, Dv). Lengths may differ from process to process; other sizes and dtypes
+            may not.
         attn_bias: of any shape that broadcasts to (B, Hq, S, keys), for this process's queries and
             the keys of all, in the order of the whole sequence.
         alibi_slopes, sinks: as for `foo_ops.attention`, the same on all processes.
         group: the processes, whose parts follow each other in the order of their ranks; by default
             all, and without torch.distributed this one alone.
-        is_causal: queries see the keys up to their own place in the whole sequence. Then there are
-            as many keys as queries on each process.
+        is_causal: queries see the keys up to their own place in the whole sequence. Each process
+            must have as many keys as queries then.
         scale: factor of the scores, by default 1 / sqrt(D).
-        window_left, window_right, softcap: as for `foo_ops.attention` of the whole sequence. What
-            no query of a process sees it does not compute.
+        window_left, window_right, softcap: as for `foo_ops.attention` of the whole sequence. A
+            process skips keys that none of its queries sees.
         is_balanced: the parts are those of `shard_sequence` with is_balanced. Causal attention then
             takes half of the time, since no process waits for another.
         return_logsumexp: return the logarithm of the softmax's denominator, too.
 
     Returns:
-        The output, (B, Hq, S, Dv) in query's dtype, and if asked for the logsumexp, (B, Hq, S) in
-        float32 (float64 for float64), of this process's queries and all keys. Both can be
-        differentiated once, for all tensors; the gradients of bias, slopes and sinks are those of
-        this process's queries, which sum up to the whole. Half precision is merged in float32.
+        The output, (B, Hq, S, Dv) in query's dtype, and with ``return_logsumexp`` the logsumexp,
+        (B, Hq, S) in float32 (float64 for float64), of this process's queries and all keys. Both
+        can be differentiated once, for all tensors; the gradients of bias, slopes and sinks are
+        those of this process's queries, which sum up to the whole. Half precision is merged in
+        float32.
 
     Raises:
         ValueError, TypeError: for shapes and dtypes that do not fit together, on this process or
-            between processes: on all of them, before anything goes round.
+            between processes. All processes raise it, before any tensor is sent.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64).unbind()
@@ -243,7 +244,7 @@ def attend(
     queries, keys = exchange_lengths(ring, tensors, options)
     is_causal, is_balanced = options.pop("is_causal"), options.pop("is_balanced")
     if is_causal:
-        # There are as many keys as queries, and both alignments are the same.
+        # There are as many keys as queries, so both alignments are the same.
         options["window_right"] = 0
     window = options["window_left"], options["window_right"]
     has_places = window != (-1, -1) or attn_bias is not None or alibi_slopes is not None
@@ -263,7 +264,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call is given beside its tensors."""
+    """A call's arguments besides its tensors."""
 
     ring: Ring
     layout: Layout
@@ -271,7 +272,7 @@ class Call:
 
 
 class Step(NamedTuple):
-    """One step round the ring: whose keys and values are here."""
+    """One step round the ring: the keys and values that are here, and their process."""
 
     source: int
     key: Tensor
@@ -279,7 +280,7 @@ class Step(NamedTuple):
 
 
 def steps(call: Call, key: Tensor, value: Tensor) -> Iterator[Step]:
-    """Yield all keys and values; while one step is worked on, the next ones are on their way."""
+    """Yield all keys and values; during each step the next ones are on their way."""
     tensors = [key.contiguous(), value.contiguous()]
     for step in range(call.ring.size):
         passing = None
@@ -369,7 +370,7 @@ class RingAttention(torch.autograd.Function):
                     of_bias += added[3]
                 if grad_slopes is not None:
                     grad_slopes += added[4]
-            # With them to the process that has the same keys in its next step; at last, home.
+            # Sent to the process that has the same keys in its next step; in the last step, home.
             length = call.layout.keys[(step.source - 1) % call.ring.size]
             passing = call.ring.pass_on(gradients, length, GRADIENTS)
         assert passing is not None
@@ -392,7 +393,7 @@ def as_sums(query: Tensor) -> dict[str, Any]:
 
 
 class Rows(NamedTuple):
-    """What the backward pass has of each query; the logsumexp is over all keys."""
+    """The tensors of the backward pass for each query; the logsumexp is over all keys."""
 
     grad_output: Tensor
     grad_logsumexp: Tensor
@@ -404,11 +405,11 @@ class Rows(NamedTuple):
         return Rows(*(it[:, :, queries] for it in self))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
-        """Return the gradient of sinks, in the compute type: as of scores with values of zero."""
+        """Return the gradient of sinks, scores with values of zero, in the compute type."""
         compute = self.logsumexp.dtype
         delta = (self.grad_output.to(compute) * self.output).sum(-1) - self.grad_logsumexp
         weights = torch.exp(sinks.to(compute).unsqueeze(-1) - self.logsumexp)
-        # Nothing is seen, and the sink is -infinity.
+        # A query that sees no key, with a sink of -infinity.
         weights = weights.masked_fill(self.logsumexp == -torch.inf, 0.0)
         return -(weights * delta).sum(-1).sum_to_size(sinks.shape)
 
@@ -445,10 +446,10 @@ class Merged:
             self.logsumexp.copy_(sinks.unsqueeze(-1))
 
     def add(self, queries: slice, output: Tensor, logsumexp: Tensor) -> None:
-        """Merge what some of the queries see in other keys."""
+        """Merge the attention of some queries over more keys."""
         merged, before = self.output[:, :, queries], self.logsumexp[:, :, queries]
         together = torch.logaddexp(before, logsumexp)
-        # Where no key has been seen, the differences of infinities would be NaN.
+        # If no key has been seen, the differences of infinities would be NaN.
         is_blind = together == -torch.inf
         for weight in (before, logsumexp):
             weight.sub_(together).exp_().masked_fill_(is_blind, 0.0)

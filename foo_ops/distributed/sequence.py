@@ -1,4 +1,4 @@
-"""Cut sequences among processes, put them together again, and pass tensors round."""
+"""Shard sequences among processes, gather them again, and pass tensors round a ring."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LENGTH = 2
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this process's place in a group; without torch.distributed there is one process."""
+    """Return this process's rank and the size of a group; 0 and 1 without torch.distributed."""
     if group is None and not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what each process gives."""
+    """Return the objects of all processes."""
     _, size = rank_and_size(group)
     if size == 1:
         return [mine]
@@ -38,7 +38,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Passing:
-    """Tensors on their way to the next process, and those of the one before."""
+    """Tensors on their way to the next process, and those from the previous one."""
 
     sent: Sequence[Tensor]
     received: list[Tensor]
@@ -60,14 +60,14 @@ class Ring:
         self._previous = (self.rank - 1) % self.size
 
     def source(self, step: int) -> int:
-        """Return whose tensors are here after so many steps."""
+        """Return the rank whose tensors are here after a number of steps."""
         return (self.rank - step) % self.size
 
     def pass_on(self, tensors: Sequence[Tensor], length: int, tag: int) -> Passing:
-        """Send tensors, and receive such tensors of another length.
+        """Send tensors, and receive tensors that differ in length only.
 
         Args:
-            tag: of the first; what is under way at the same time has tags of its own.
+            tag: the tag of the first tensor. Tensors under way at the same time need other tags.
         """
         if self.size == 1:
             return Passing(tensors, list(tensors), [])
@@ -92,22 +92,22 @@ class Ring:
 
 # ---------------------------------------------------------------------------------------- sequences
 
-# Cut sequences among processes, and put them together again.
+# Shard sequences among processes, and gather them again.
 
 
 class Piece(NamedTuple):
-    """Rows of a process that follow each other, and where they begin in the whole sequence."""
+    """Consecutive rows of a process, and their start in the whole sequence."""
 
     rows: slice
     start: int
 
 
 class Part(NamedTuple):
-    """Which of a process's queries see which of a process's keys.
+    """Queries of a process, and the keys of a process that they see.
 
     Attributes:
         columns: the keys in the whole sequence.
-        offset: query i of these stands at the key i + offset of these.
+        offset: query i of the part stands at key i + offset of the part.
     """
 
     queries: slice
@@ -118,11 +118,11 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How sequences of queries and keys are cut among processes, and who sees whom.
+    """How queries and keys are sharded among processes, and which queries see which keys.
 
     Attributes:
-        queries, keys: how many each process has.
-        has_places: whether it matters where queries and keys stand.
+        queries, keys: their number on each process.
+        has_places: whether the places of queries and keys matter.
         window_left, window_right: as those of attention.
     """
 
@@ -164,7 +164,7 @@ def length_of(rows: slice) -> int:
 
 
 def pieces(lengths: list[int], rank: int, *, is_balanced: bool) -> list[Piece]:
-    """Return where the rows of a process are, in the order of `shard_sequence`."""
+    """Return the pieces of a process's rows, in the order of `shard_sequence`."""
     own = lengths[rank]
     if not is_balanced:
         return [Piece(slice(0, own), sum(lengths[:rank]))]
@@ -182,15 +182,15 @@ def shard_sequence(
     group: dist.ProcessGroup | None = None,
     is_balanced: bool = False,
 ) -> Tensor:
-    """Return this process's part of a sequence that all have.
+    """Return this process's part of a sequence that all processes have.
 
     Args:
         tensor: of any shape.
         dim: the dimension of the sequence, by default that of (B, H, S, D).
         group: the processes; by default all, and without torch.distributed this one alone.
         is_balanced: the sequence is cut into 2 n pieces for n processes, and process r has the
-            pieces r and 2 n - 1 - r, so that in causal attention each has the same work. Else it
-            is cut into n pieces, as torch.chunk does.
+            pieces r and 2 n - 1 - r, so that in causal attention each has the same work. By default
+            it is cut into n pieces, as by torch.chunk.
 
     Returns:
         A part of the tensor; it has a gradient.
@@ -228,7 +228,7 @@ def gather_sequence(
     group: dist.ProcessGroup | None = None,
     is_balanced: bool = False,
 ) -> Tensor:
-    """Return the sequence whose parts the processes have, in the order of `shard_sequence`.
+    """Return the whole sequence from the processes' parts, in the order of `shard_sequence`.
 
     Args:
         tensor: this process's part. In dimension ``dim`` sizes may differ.

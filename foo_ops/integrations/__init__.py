@@ -1,1 +1,1 @@
-"""foo_ops in other libraries, one module each; none is imported by ``import foo_ops``."""
+"""foo_ops in other libraries, one module each, not imported by ``import foo_ops``."""

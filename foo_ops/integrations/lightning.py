@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 
 class FooAccelerator(Accelerator):
-    """Device foo, as Lightning asks for it. :func:`register` makes it known by its name."""
+    """Device foo as an accelerator of Lightning. :func:`register` registers it by name."""
 
     def setup_device(self, device: torch.device) -> None:
         if device.type != "foo":
@@ -25,7 +25,7 @@ class FooAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the indices that a number of devices, a list, or a text such as "0,1" means."""
+        """Return device indices for a number of devices, a list, or a string such as "0,1"."""
         count = FooAccelerator.auto_device_count()
         if isinstance(devices, str):
             numbers = [int(each) for each in devices.split(",") if each.strip()]
@@ -54,10 +54,10 @@ class FooAccelerator(Accelerator):
 
 
 def register() -> None:
-    """Let Lightning know foo by its name. A second call changes nothing.
+    """Register foo with Lightning. A second call changes nothing.
 
-    Lightning chooses a strategy for the CPU where it does not know the accelerator itself, so that
-    one must be named: ``"single_foo"``, or ``SingleDeviceStrategy("foo:1")`` for another device.
+    Lightning chooses a CPU strategy for accelerators that it does not ship, so name one:
+    ``"single_foo"``, or ``SingleDeviceStrategy("foo:1")`` for another device.
 
     ```python
     import lightning

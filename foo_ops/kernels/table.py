@@ -1,13 +1,13 @@
-"""The table of the package's kernels: the name that a launcher asks for, and what makes it.
+"""The table of the package's kernels: the name that a launcher uses, and the maker.
 
-Light: no Numba, no LLVM. A module of kernels is imported when one of them is compiled.
+Imports neither Numba nor LLVM. A module of kernels is imported when one of them is compiled.
 """
 
 from __future__ import annotations
 
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker, OwnKernel
 
-# These make the kernels of the kit from a user's functions.
+# Make the kit's kernels from a user's functions.
 ELEMENTWISE = Maker("foo_ops.kernels.user.elementwise", "make_elementwise_kernel")
 TILE = Maker("foo_ops.kernels.user.tile", "make_tile_kernel")
 
@@ -30,11 +30,11 @@ PROGRAM = Maker("foo_ops.kernels.attention.programs", "make_program_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.backward", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.forward", "make_dropout_mask_kernel")
 
-# A plain kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
-# dropout. It is compiled in half the time.
+# A `.plain` kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
+# dropout. It compiles in half the time.
 _PLAIN = {"has_options": False}
 _PROGRAMS = {"has_options": False, "has_programs": True}
-# What becomes of the sums of linear layers.
+# Epilogues: functions applied to the sums of linear layers.
 _FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),

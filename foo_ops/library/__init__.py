@@ -1,25 +1,24 @@
-"""Define operators and register their kernels: torch.library, extended to kernels of Numba.
+"""Define operators and register their kernels: torch.library, extended to Numba kernels.
 
-The names of torch.library are here, with its semantics; most are torch's own objects. What is
-extended:
+The names of torch.library are here, with its semantics; most are torch's own objects. Extensions:
 
-- Where a function is taken, an `elementwise_kernel` or a `tile_kernel` is taken as well
-  (`register_kernel`, `impl`, `Library.impl`). It is called by the C++ dispatcher through its
-  address, with no Python on the way. `numba_op` makes an operator of one function.
-- `define`: again, as in a notebook; what was registered for an operator ends with it.
-- `register_autograd`: calls without a gradient enter no Python, and neither do those with one whose
-  gradients are an operator; torch.func differentiates them. `register_variant_autograd` does the
-  same for ``f_`` and ``f.out``.
+- `register_kernel`, `impl` and `Library.impl` take an `elementwise_kernel` or a `tile_kernel` as
+  well as a function. The C++ dispatcher calls it through its address, without Python. `numba_op`
+  makes an operator from one function.
+- `define`: an operator can be defined again, as in a notebook; its registrations end with it.
+- `register_autograd`: a call without gradients enters no Python, and neither does one whose
+  gradients an operator computes; torch.func differentiates both. `register_variant_autograd` does
+  the same for ``f_`` and ``f.out``.
 - `register_autocast`: keyword arguments, and autocast's own dtype.
-- `register_vmap`: in place of the rule that kernels of Numba bring; `register_vmap_rows` maps in
-  one call, and `register_vmap_loop` by a loop over the mapped dimension.
+- `register_vmap`: replaces the rule of a Numba kernel; `register_vmap_rows` maps in one call, and
+  `register_vmap_loop` by a loop over the mapped dimension.
 - `register_nested_rows`: jagged nested tensors for operators of rows; others refuse them.
-- `register_sharding`: how calls on DTensors are cut among processes; kernels of elements and rows
-  bring it.
+- `register_sharding`: how operators on DTensors are sharded; kernels of elements and rows have a
+  rule.
 - `register_flops`: for torch.utils.flop_counter.
-- `holds` and `have_sizes`: how fake kernels ask about sizes that may depend on data.
-- `opcheck`: on device foo, and that gradients are recorded. `check_bounds`: that no kernel reads or
-  writes outside of a tensor.
+- `holds` and `have_sizes`: conditions in fake kernels on sizes that may depend on data.
+- `opcheck`: takes device foo, too, and checks that gradients are recorded. `check_bounds` checks
+  that no kernel reads or writes outside of a tensor.
 
 Example:
     >>> @foo_ops.library.numba_op("mylib::relu6")
@@ -66,7 +65,7 @@ def _let_dtensor_know() -> None:
     import foo_ops.library.dtensor  # noqa: F401
 
 
-# torch takes a second to import it.
+# Its import takes a second.
 after_import("torch.distributed.tensor", _let_dtensor_know)
 
 __all__ = [

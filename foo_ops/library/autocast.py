@@ -11,7 +11,7 @@ from torch import Tensor
 from foo_ops.library.operators import find, library_of
 
 AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
-"""For operators the device types whose autocast they follow, and the dtype if it is another."""
+"""For each operator, the device types whose autocast it follows, and a dtype other than theirs."""
 
 
 def register_autocast(
@@ -24,13 +24,13 @@ def register_autocast(
 ) -> None:
     """Register autocast as torch.library does, for operators with keyword arguments, too.
 
-    Under torch.autocast, floating-point tensors of the device but those of float64 are cast.
+    Under torch.autocast, floating-point tensors on the device are cast, except float64.
 
     Args:
         op: the operator.
-        device_type: cpu, foo, or another that has autocast. Without it: both cpu and foo.
-        cast_inputs: the dtype to cast to. Without it: that of autocast, as for matrix products.
-        lib: the registration ends with it; without it, with the process.
+        device_type: cpu, foo, or another that has autocast. By default, both cpu and foo.
+        cast_inputs: the dtype to cast to. By default, that of autocast, as for matrix products.
+        lib: the registration ends with this library; by default, with the process.
 
     Raises:
         ValueError: for a device type that has no autocast.
@@ -55,9 +55,9 @@ def register_autocast(
 
 
 def cast_as_autocast(*arguments: Any) -> tuple[Any, ...]:
-    """Cast tensors as operators that `register_autocast` names get them, where autocast is on.
+    """Cast tensors as for an operator with `register_autocast`, if autocast is on.
 
-    For functions that call other operators in their place, which then find the same dtypes.
+    For functions that call other operators in its place, which then get the same dtypes.
     """
     for type_ in ("cpu", "foo"):
         if torch.is_autocast_enabled(type_):

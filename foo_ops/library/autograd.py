@@ -34,34 +34,33 @@ from foo_ops.library.operators import (
 
 
 _numbers = itertools.count()
-# Contexts that hold nothing else need no formula of their own when a backward pass is compiled.
+# Calls whose contexts hold only these share a key when a backward pass is compiled.
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
-# What a value holds: a list of so many tensors, one tensor, or none.
+# The tensors in an argument or result: the length of a list, `_ONE` for a tensor, or None.
 _Holds = int | None
 _ONE = -1
 _Flags = tuple[bool | list[bool], ...]
 
 
 class Context:
-    """Carries what a formula needs from its setup_context to its backward, as the ctx of a
-    torch.autograd.Function does.
+    """The ctx of a formula, like that of a torch.autograd.Function.
 
-    Attributes that setup_context sets are there in backward. Those that backward sets are gone
-    afterwards, since several threads may run the same backward pass.
+    Attributes that setup_context sets are available in backward. Attributes that backward sets are
+    dropped afterwards, since several threads may run the same backward pass.
     """
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     _non_differentiable: tuple[Tensor, ...] = ()
     _materializes_gradients = True
-    # Flags for each tensor one by one, or the inputs, whose flags they are.
+    # One flag per tensor; or None, and the flags are those of the inputs.
     _needed: Sequence[bool] | None = None
     _inputs: tuple[Any, ...] = ()
     _held: tuple[_Holds, ...]
 
     @property
     def needs_input_grad(self) -> _Flags:
-        """For each input whether its gradient is needed; a list where the input is one."""
+        """Whether each input's gradient is needed; a list of flags for a list of tensors."""
         needed = self._needed
         if needed is None:
             tensors = _tensors(self._inputs, self._held)
@@ -69,22 +68,20 @@ class Context:
         return _arranged(needed, self._held, False)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors, which are found in ``saved_tensors`` then; later changes are noticed."""
+        """Save tensors, which become ``saved_tensors``; later changes to them are detected."""
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Let results have no gradients."""
+        """Mark results that have no gradients."""
         self._non_differentiable = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Choose what stands for a gradient that is missing: zeros, which is the default, or
-        None.
-        """
+        """Choose what stands for a missing gradient: zeros, the default, or None."""
         self._materializes_gradients = value
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its backward pass, apart from the tensors that its node keeps."""
+    """A call's data for its backward pass, apart from the tensors that its node saves."""
 
     attributes: dict[str, Any]
     inputs: tuple[_Holds, ...]
@@ -92,12 +89,12 @@ class Kept(NamedTuple):
 
 
 class _Kinds:
-    """Says which values of a schema's arguments or returns are tensors, and which are lists."""
+    """Finds the values of a schema's arguments or returns that are tensors, or lists of them."""
 
     def __init__(self, declared: Sequence[torch._C.Argument]) -> None:
         types = [str(it.type) for it in declared]
         self._are_lists = ["List[" in it and "Tensor" in it for it in types]
-        # Where nothing is optional and no list, all calls hold the same.
+        # The same for all calls if no tensor is optional or in a list.
         self._always: tuple[_Holds, ...] | None = None
         if not any("Tensor" in it and it != "Tensor" for it in types):
             self._always = tuple(_ONE if it == "Tensor" else None for it in types)
@@ -118,7 +115,7 @@ class _Kinds:
 
 
 class _Gradients:
-    """Says what the tensors among an operator's arguments and results are."""
+    """Finds the tensors among an operator's arguments and results."""
 
     def __init__(self, operator: torch._ops.OpOverload) -> None:
         arguments, results = operator._schema.arguments, operator._schema.returns
@@ -129,7 +126,7 @@ class _Gradients:
         self._results = _Kinds(results)
 
     def key(self, kept: Kept) -> str:
-        """Return the same for calls whose backward passes differ only in their tensors."""
+        """Return a key, equal for calls whose backward passes differ only in their tensors."""
         is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
         return f"{self._number} {kept if is_plain else next(_numbers)}"
 
@@ -137,7 +134,7 @@ class _Gradients:
 class Formula(_Gradients):
     """Gradients of an operator, from functions as torch.library.register_autograd takes them.
 
-    It is called by csrc/python/python_formula.cpp.
+    Called by csrc/python/python_formula.cpp.
     """
 
     def __init__(
@@ -149,8 +146,8 @@ class Formula(_Gradients):
         """Make a formula.
 
         Args:
-            operator: it must be functional, and its keyword-only arguments no tensors.
-            backward: takes the context and gradients of the results.
+            operator: must be functional, without keyword-only tensors.
+            backward: takes the context and the gradients of the results.
             setup_context: as torch.library.register_autograd takes it.
         """
         super().__init__(operator)
@@ -163,13 +160,15 @@ class Formula(_Gradients):
     def keep(
         self, arguments: tuple[Any, ...], results: tuple[Any, ...]
     ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
-        """Return what a call leaves for its backward pass: what comes back to the formula, tensors
-        to save, results without gradients, and whether zeros stand for missing gradients.
+        """Return a call's data for its backward pass.
+
+        These are: the `Kept` that comes back to the formula, tensors to save, results without
+        gradients, and whether zeros stand for missing gradients.
         """
         inputs = arguments[: len(self._names)] if self._keyword_only else arguments
         held = self._inputs.held(inputs)
         context = Context()
-        # What is set on the context is what is kept: most calls are short, and so is this.
+        # The context's attributes are kept without a copy: most calls are short, and so is this.
         attributes = vars(context)
         kept = Kept(attributes, held, self._results.held(results))
         if self._setup_context is None:
@@ -211,7 +210,7 @@ class Formula(_Gradients):
         if not isinstance(found, tuple):
             found = (found,)
         names = self._names
-        # As torch does, None is taken for inputs that are not there.
+        # As torch does, accept more gradients than inputs if the rest are None.
         if len(found) < len(names) or any(it is not None for it in found[len(names) :]):
             raise RuntimeError(
                 f"{self._name}: backward must return a gradient or None for each input "
@@ -226,7 +225,7 @@ class Formula(_Gradients):
         return gradients
 
     def _one_by_one(self, name: str, gradient: Any, holds: _Holds) -> Sequence[Tensor | None]:
-        """Return the gradients of the tensors of a list, or refuse what is none of them."""
+        """Return the gradients of a list's tensors, or raise if ``gradient`` does not fit."""
         if holds is None or holds == _ONE:
             wanted = "None, since it is no tensor," if holds is None else "a Tensor or None"
         elif gradient is None:
@@ -244,8 +243,8 @@ class Formula(_Gradients):
 class CompositeFormula(_Gradients):
     """Gradients of an operator, from a function that computes the same with torch's operators.
 
-    The function is called in the backward pass; until then its inputs are all that is kept. It is
-    called by csrc/python/python_formula.cpp, as `Formula` is.
+    The function is called in the backward pass; until then only its inputs are kept. Like
+    `Formula`, this is called by csrc/python/python_formula.cpp.
     """
 
     def __init__(self, operator: torch._ops.OpOverload, composite: Callable[..., Any]) -> None:
@@ -255,7 +254,7 @@ class CompositeFormula(_Gradients):
     def keep(
         self, arguments: tuple[Any, ...], results: tuple[Any, ...]
     ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
-        """Return what a call leaves for its backward pass, as `Formula.keep` does."""
+        """Return a call's data for its backward pass, as `Formula.keep` does."""
         inputs = self._all.held(arguments)
         others = {
             str(place): argument
@@ -288,7 +287,7 @@ class CompositeFormula(_Gradients):
         return [next(found) if is_needed else None for is_needed in needed]
 
     def _call(self, kept: Kept, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the tensors among the results of the composite, those of lists one by one."""
+        """Call the composite; return the tensors among its results, with lists flattened."""
         arranged = _arranged(inputs, kept.inputs, None)
         arguments = [
             kept.attributes.get(str(place), argument) for place, argument in enumerate(arranged)
@@ -300,7 +299,7 @@ class CompositeFormula(_Gradients):
 
 
 def _is_gradient(value: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether it is there, and no zeros of an integer result."""
+    """Return whether there is a gradient, other than the zeros of an integer result."""
     return value is not None and (value.is_floating_point() or value.is_complex())
 
 
@@ -311,7 +310,7 @@ def _described(value: Any) -> str:
 
 
 def _tensors(values: Sequence[Any], held: tuple[_Holds, ...]) -> list[Any]:
-    """Return the tensors among values, those of lists one by one."""
+    """Return the tensors among values, with lists flattened."""
     tensors: list[Any] = []
     for value, holds in zip(values, held):
         if holds is not None:
@@ -320,7 +319,7 @@ def _tensors(values: Sequence[Any], held: tuple[_Holds, ...]) -> list[Any]:
 
 
 def _arranged(items: Sequence[Any], held: tuple[_Holds, ...], other: Any) -> tuple[Any, ...]:
-    """Arrange something for each tensor as the tensors are, in lists where they are."""
+    """Arrange one item per tensor as the values are, in lists and with ``other`` for the rest."""
     rest = iter(items)
     return tuple(
         [
@@ -340,11 +339,10 @@ def _arranged(items: Sequence[Any], held: tuple[_Holds, ...], other: Any) -> tup
 
 
 def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a composite that takes nothing that its operator does not.
+    """Return a composite that refuses the arguments that its operator refuses.
 
-    PyTorch's own operators take more: they promote dtypes, broadcast shapes, and some take nested
-    tensors. What else is wrong with arguments the operator's fake kernel says, but for what their
-    elements are.
+    PyTorch's own operators accept more: they promote dtypes, broadcast shapes, and some take nested
+    tensors. The operator's fake kernel checks all else but the values of elements.
     """
     operator = find(name)
     names = [argument.name for argument in operator._schema.arguments]
@@ -366,9 +364,9 @@ def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _modes_for_fakes() -> Iterator[None]:
-    """Leave a mode that makes fake tensors, whose sizes may be symbols, and no other.
+    """Disable dispatch modes, unless one makes fake tensors, whose sizes may be symbols.
 
-    Others would look into tensors without data, or count what these are asked.
+    Other modes would read tensors without data, or count the calls on them.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         yield
@@ -393,24 +391,25 @@ def register_autograd(
     composite: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """Register gradients; calls without any enter no Python.
+    """Register gradients; a call that needs none enters no Python.
 
-    There are three ways to tell them:
+    There are three ways to define them:
 
     - ``backward`` names an operator that computes the gradients. A call that needs some is recorded
-      in C++, as those of PyTorch's own operators are, and torch.func differentiates it. What the
-      operator's arguments are is told by their names: an argument of ``op``, a result of ``op``,
-      ``grad_<result>``, or ``<argument>_requires_grad``, a bool. Where the results of ``op`` have
-      no names, other names stand for their gradients, in their order. A gradient that is optional
-      is None where nothing depends on the result, else it is zeros. A result whose gradient it does
-      not take, such as a statistic kept for it, has none. A tensor that is optional there
-      and not in ``op`` is a factor of the gradients of others, and is saved where one of those is
-      needed. The results are ``grad_<argument>``, or without names one for each tensor. Second
-      derivatives are those of the backward operator; without any it refuses to be differentiated.
-    - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called where
-      there are tangents of forward-mode differentiation. Without ``backward`` it is differentiated
-      in the backward pass, so that derivatives of every order follow from it, and calls that are
-      recorded run at the operator's own speed.
+      in C++, as calls of PyTorch's own operators are, and torch.func differentiates it. The names
+      of the backward operator's arguments identify them: an argument of ``op``, a result of ``op``,
+      ``grad_<result>``, or ``<argument>_requires_grad``, a bool. If the results of ``op`` have no
+      names, all other names stand for their gradients, in order. If nothing depends on a result,
+      its gradient is None where that is optional, and zeros otherwise. A result whose gradient the
+      backward operator does not take, such as a statistic kept for it, has no gradient. A tensor
+      that is optional in the backward operator but not in ``op`` is a factor of the gradients of
+      others, and is saved if one of those is needed. The results are ``grad_<argument>``, or
+      without names one for each tensor. Second derivatives are those of the backward operator;
+      without any it refuses to be differentiated.
+    - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called for the
+      tangents of forward-mode differentiation. Without ``backward`` it is differentiated in the
+      backward pass, so derivatives of every order follow from it, and recorded calls run at the
+      operator's own speed.
     - ``backward`` is a formula in Python, as torch.library.register_autograd takes it. A call that
       needs gradients is recorded in C++ as well, and enters Python for ``setup_context`` only.
       torch.func differentiates it.
@@ -419,10 +418,10 @@ def register_autograd(
         op: the operator, such as ``"foo::abs"``; its schema must be functional.
         backward: ``"foo::abs_backward"``, or ``backward(ctx, *gradients)``, which returns a
             gradient or None for each input.
-        setup_context: ``setup_context(ctx, inputs, output)``, saves what a formula needs; with
-            keyword-only arguments in the schema also ``keyword_only_inputs``.
+        setup_context: ``setup_context(ctx, inputs, output)`` saves what a formula needs; if the
+            schema has keyword-only arguments, it takes ``keyword_only_inputs``, too.
         composite: takes the arguments of the operator and returns its results.
-        lib: the registration ends with it; without it, with the process.
+        lib: the registration ends with this library; by default, with the process.
 
     Raises:
         TypeError: for a backward operator whose names or types do not fit.
@@ -491,7 +490,7 @@ def register_autograd(
 def _only_formula(
     op: torch.library.CustomOpDef, backward: Any, composite: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Return what torch's own registers, for an operator that torch.library.custom_op made."""
+    """Return the formula for an operator of torch.library.custom_op, which takes nothing else."""
     if composite is not None or not callable(backward) or hasattr(backward, "_schema"):
         raise TypeError(
             f"{op._qualname}: an operator of custom_op takes a formula in Python, "

@@ -29,9 +29,9 @@ def opcheck(
 ) -> dict[str, Any]:
     """Run torch.library.opcheck, on device foo too, and check that gradients are recorded.
 
-    torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and asks
-    only whether a kernel stands on the autograd key. Here it is also called, on any device: where
-    an input requires a gradient, an output must, and through a formula.
+    torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and only
+    checks that the autograd key has a kernel. Here the operator is also called, on any device: if
+    an input requires a gradient, an output must, too, and through a formula.
 
     Example:
         >>> input = torch.randn(3, device="foo", requires_grad=True)
@@ -69,7 +69,7 @@ def opcheck(
 def _overload(
     op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
 ) -> torch._ops.OpOverload:
-    """Return what an operator's name calls: numba_op gives each an overload ``out`` as well."""
+    """Return the overload that a name calls: operators of numba_op have ``out``, too."""
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
     if isinstance(op, torch._ops.OpOverloadPacket):

@@ -1,4 +1,4 @@
-"""Define operators, as `torch.library` does and beyond: `Library`, `define`, `impl` and others."""
+"""Define operators: torch.library's `Library`, `define`, `impl` and others, extended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from foo_ops.library.tiles import checking, has_values
 
 # ---------------------------------------------------------------------------------- define and impl
 
-# Provide `Library`, `define` and `impl`, which go beyond those of torch.library.
+# `Library`, `define` and `impl`, which extend those of torch.library.
 
 
 class Library(torch.library.Library):
@@ -62,13 +62,13 @@ def define(
     """Define an operator as torch.library.define does; a cell of a notebook may do it again.
 
     Args:
-        qualname: the operator, such as ``"mylib::f"``. Where the same module has defined it before,
-            also without ``lib``, that operator is replaced, and what this package registered for it
-            without ``lib`` is gone. In older code, a library.
+        qualname: the operator, such as ``"mylib::f"``. If the same module has defined it before,
+            also without ``lib``, that operator is replaced, and this package's registrations for it
+            without ``lib`` end. In older code, a library.
         schema: without the name, such as ``"(Tensor input) -> Tensor"``.
-        alias_analysis: only where a library is given first, as in older code.
-        lib: the operator ends with it; without it, with the process.
-        tags: of torch.Tag. One with a generator is nondeterministic_seeded, too.
+        alias_analysis: only if a library is given first, as in older code.
+        lib: the operator ends with this library; by default, with the process.
+        tags: of torch.Tag. An operator with a generator gets nondeterministic_seeded as well.
 
     Example:
         >>> for _ in range(2):
@@ -79,7 +79,7 @@ def define(
     if re.search(r"\bGenerator\b", schema):
         given = (tags,) if isinstance(tags, torch.Tag) else tags
         tags = (*given, torch.Tag.nondeterministic_seeded)
-    # torch says what is wrong with other names: those without a namespace, and what is no text.
+    # torch itself refuses names without a namespace, and names that are no strings.
     if isinstance(qualname, str) and qualname.count("::") == 1:
         parse(qualname)
     if lib is not None or not isinstance(qualname, str):
@@ -102,7 +102,7 @@ def register_fake(
     _stacklevel: int = 1,
     allow_override: bool = True,
 ) -> Any:
-    """Register a fake kernel as torch.library does, for as long as the operator is there.
+    """Register a fake kernel as torch.library does, for as long as the operator exists.
 
     Example:
         >>> foo_ops.library.define("mylib::row_count", "(Tensor input) -> Tensor")
@@ -119,7 +119,7 @@ def register_fake(
         func = counted(operator, "fake kernel", func)
         if has_values(operator._schema):
             func = checking(operator.name(), func)
-    # torch asks which module calls; this one is between only where no decorator is returned.
+    # torch looks up the calling module; this frame is in between only if no decorator is returned.
     level = _stacklevel if func is None else _stacklevel + 1
     own = own_library(op, lib)
     return torch.library.register_fake(
@@ -135,7 +135,7 @@ def register_torch_dispatch(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register what a subclass or a mode does, for as long as the operator is there.
+    """Register an operator's function for a subclass or a mode, as long as the operator exists.
 
     Example:
         >>> class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -165,14 +165,14 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register as torch.library.impl does, and take a kernel of Numba, too.
+    """Register an implementation as torch.library.impl does, or a Numba kernel.
 
     Args:
         qualname: the operator; or, as in older code, a library, and then ``types`` is the name of
             the operator and ``func`` the dispatch key.
         types: device types, dispatch keys, or "default" for all devices.
-        func: the implementation; without it this is a decorator.
-        lib: the registration ends with it; without it, with the process.
+        func: the implementation; if omitted, returns a decorator.
+        lib: the registration ends with this library; by default, with the process.
 
     Example:
         >>> foo_ops.library.define("mylib::third", "(Tensor input) -> Tensor")
@@ -210,14 +210,14 @@ def _impl_in(library: torch.library.Library, name: Any, key: str) -> Callable[[A
 
 # ------------------------------------------------------------------ torch.library's other functions
 
-# Functions of torch.library that take an operator, and look at its name before all else.
+# Functions of torch.library that take an operator; these check its name first.
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _parsing(define: Function) -> Function:
-    """Return a function that defines an operator, and first refuses what cannot be its name."""
+    """Wrap a function that defines an operator, to check the operator's name first."""
 
     @functools.wraps(define)
     def parsing(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +272,6 @@ def impl_abstract(
         FutureWarning,
         stacklevel=2,
     )
-    # torch asks which module calls; this one is between only where no decorator is returned.
+    # torch looks up the calling module; this frame is in between only if no decorator is returned.
     level = _stacklevel if func is None else _stacklevel + 1
     return register_fake(qualname, func, lib=lib, _stacklevel=level)

@@ -1,4 +1,4 @@
-"""Make of declared shardings the strategies by which DTensor calls operators.
+"""Turn declared shardings into the strategies by which DTensor calls operators.
 
 Imported together with torch.distributed.tensor.
 """
@@ -27,7 +27,7 @@ from foo_ops.library.sharding import REST, RULES, for_each_rule, named_dimension
 
 
 class Dimensions(NamedTuple):
-    """A tensor's shape, the names of its dimensions, and which of these can be cut."""
+    """A tensor's shape, the names of its dimensions, and those that can be sharded."""
 
     shape: torch.Size
     names: tuple[str, ...]
@@ -35,14 +35,14 @@ class Dimensions(NamedTuple):
 
 
 def register_strategy(operator: torch._ops.OpOverload) -> None:
-    """Let DTensor cut an operator as its rule says."""
+    """Let DTensor shard an operator by its rule."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     if operator in propagator.op_strategy_funcs:
-        # As torch.distributed.tensor.debug does, which would import FSDP while FSDP imports this.
+        # As in torch.distributed.tensor.debug, which would import FSDP while FSDP imports this.
         propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
     options = [it.name for it in operator._schema.arguments if it.kwarg_only]
-    # All arguments are part of the key under which a decision is kept: whether one is None, too.
+    # All arguments are part of the key of DTensor's cache, including whether one is None.
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options)
     propagator.register_op_strategy(operator, make_strategy(operator), info)
 
@@ -91,7 +91,7 @@ def make_strategy(operator: torch._ops.OpOverload) -> Callable[[OpSchema], OpStr
 
 
 def _result_metas(op_schema: OpSchema) -> Sequence[TensorMeta]:
-    """Return shapes and dtypes of the whole results, as the fake kernel tells them."""
+    """Return shapes and dtypes of the whole results, from the fake kernel."""
 
     def spec(argument: object) -> object:
         if isinstance(argument, OpStrategy):
@@ -115,7 +115,7 @@ def _dimensions(names: tuple[str, ...], meta: TensorMeta) -> Dimensions:
 
 
 def _sizes(dimensions: Iterable[Dimensions], name: str) -> list[int]:
-    """Return the sizes that the dimensions of this name have, but for 1."""
+    """Return the different sizes of the dimensions with this name, except 1."""
     sizes: list[int] = []
     for shape, _, named in dimensions:
         if name in named and shape[named[name]] != 1 and shape[named[name]] not in sizes:
@@ -131,13 +131,13 @@ def _names_of_several_sizes(dimensions: Sequence[Dimensions]) -> list[str]:
 def _placements(
     inputs: Sequence[Dimensions], results: Sequence[Dimensions]
 ) -> Iterable[list[Placement | None]]:
-    """Yield placements of results and inputs: whole tensors, or cut along one of the names."""
+    """Yield placements of results and inputs: all replicated, or sharded along one name."""
     yield [Replicate()] * (len(results) + len(inputs))
     for name in dict.fromkeys(name for it in inputs for name in it.named):
         sizes = _sizes(inputs, name)
         if not sizes or (name.startswith(REST) and not _is_shared(results, name, sizes)):
             continue
-        # What has no elements is no sum: such a result stands for one that was not wanted.
+        # Empty results are gradients that nobody requested: replicate them.
         yield [
             *(
                 _placement(it, name, sizes, Partial() if math.prod(it.shape) else Replicate())
@@ -167,7 +167,7 @@ def _input(strategy: OpSpec, place: int) -> tuple[Placement, ...]:
 
 
 def _is_even(strategy: OpSpec, inputs: Sequence[Dimensions], names: Iterable[str]) -> bool:
-    """Whether dimensions of different sizes are cut into equal parts."""
+    """Whether dimensions of different sizes are sharded into equal parts."""
     assert strategy.input_specs is not None
     return all(
         is_tensor_evenly_shardable_on_dim(shape, spec, named[name])

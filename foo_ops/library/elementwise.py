@@ -1,4 +1,4 @@
-"""Make kernels, and fake kernels, of one function of scalars."""
+"""Make kernels and fake kernels from one function of scalars."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_fake(
         operator: the operator.
         parameters: its arguments.
         elementwise: its launcher.
-        gradients_of: for each result the argument without which it is missing, or "".
+        gradients_of: for each result the argument without which it is None, or "".
     """
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     )
 
     shape = _broadcast_shape(inputs)
-    # TensorIterator's own first question; it tells in empty tensors and dimensions of size 1.
+    # TensorIterator's own first check; it matters for empty tensors and dimensions of size 1.
     if all(_has_shape(tensor, shape) and is_contiguous_or_false(tensor) for tensor in inputs):
         return shape, make_contiguous_strides_for(shape)
     expanded = (tensor.expand(shape) for tensor in inputs)
@@ -131,14 +131,14 @@ def _has_shape(tensor: Tensor, shape: Sizes) -> bool:
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Make kernels out of one function of scalars.
+# Make kernels from one function of scalars.
 
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 Dtypes = Iterable[torch.dtype]
 
-# Of each result, None for that of the inputs; or by the dtype of the inputs.
+# One dtype per result, None for that of the inputs; or a mapping from the dtype of the inputs.
 ResultType = (
     torch.dtype
     | None
@@ -146,13 +146,13 @@ ResultType = (
     | Mapping[torch.dtype, torch.dtype | Sequence[torch.dtype]]
 )
 
-# A function of scalars, or a kernel of one that has a ``backward`` of its own.
+# A function of scalars, or a kernel made from one, with a ``backward`` of its own.
 Backward: TypeAlias = "Callable[..., Any] | ElementwiseKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    """What a dtype gets: the function, the results' dtypes, and whether it works on the bits."""
+    """The function for a dtype, the results' dtypes, and whether it works on the bits."""
 
     function: Callable[..., Any]
     results: tuple[torch.dtype | None, ...] | None
@@ -169,7 +169,7 @@ class ElementwiseKernel(NumbaKernel):
     own_dtypes: Mapping[str, tuple[torch.dtype, ...]] = dataclasses.field(default_factory=dict)
     # For each result the optional tensor whose gradient it is, or "".
     gradients_of: tuple[str, ...] = ()
-    # Of texts that the function does not annotate.
+    # Choices of strings that the function does not annotate.
     choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def overload(
@@ -232,7 +232,7 @@ class ElementwiseKernel(NumbaKernel):
             _register_backward(self, operator, keys, lib)
 
     def _depends_on(self, parameters: Sequence[Parameter]) -> tuple[int, ...]:
-        """Return for each result the argument without which it is missing, or -1."""
+        """Return for each result the position of the argument without which it is None, or -1."""
         places = {parameter.name: place for place, parameter in enumerate(parameters)}
         return tuple(places.get(name, -1) for name in self.gradients_of)
 
@@ -305,36 +305,38 @@ def elementwise_kernel(
     backward: Backward | None = None,
     own_dtypes: Mapping[str, Dtypes] | None = None,
 ) -> Any:
-    """Make a kernel of a function of scalars, for `register_kernel`.
+    """Make a kernel from a function of scalars, for `register_kernel`.
 
     The function is called for each element with the operator's arguments in the order of its
-    schema: a number for each tensor and for each float, int and bool, None for what is missing. It
-    returns a number, or a tuple with one for each result. Numba compiles it at its first use for a
-    dtype, LLVM vectorises it. It must not allocate, raise, or call Python. Globals and what it
-    closes over are constants, with the values of its first use, whatever the dtype. A division by
+    schema: a number for each tensor and for each float, int and bool, None for a missing argument.
+    It returns a number, or a tuple with one for each result. Numba compiles it at its first use for
+    a dtype, LLVM vectorises it. It must not allocate, raise, or call Python. Globals and closure
+    variables are constants, with the values of its first use, whatever the dtype. A division by
     zero gives inf or NaN, and 0 for integers.
 
     Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
     bfloat16 are computed in float32, other floats in their own type, and so are arguments of type
     float. Constants do not promote, as in torch: ``x * 0.5`` is computed in x's type. Integers come
-    in their own type and are computed in 64 bits: in uint64 where both operands are unsigned, else
-    in int64. The same kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
+    in their own type and are computed in 64 bits: in uint64 if both operands are unsigned, else in
+    int64. The same kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
 
     Args:
-        function: the function; without it this is a decorator.
-        dtypes: the common dtypes that are taken; by default all floating-point ones.
-        result_type: of the results: None for the common dtype, a dtype, a sequence of these for
-            several results, or a mapping from the common dtype.
-        on_bits: give the function the elements' bits as an unsigned integer, and take those of the
-            results. ``kernel.overload(function, dtypes, ...)`` adds a function for other dtypes.
+        function: the function; if omitted, returns a decorator.
+        dtypes: the accepted common dtypes; by default all floating-point ones.
+        result_type: dtypes of the results: None for the common dtype, a dtype, a sequence of these
+            for several results, or a mapping from the common dtype.
+        on_bits: pass the elements' bits to the function as unsigned integers, and take the results'
+            bits from it. ``kernel.overload(function, dtypes, ...)`` adds a function for other
+            dtypes.
         backward: ``backward(*gradients, *arguments)``, a scalar function too, returns the gradient
-            of each tensor among the arguments: a number, or a tuple. That of a tensor that can
-            have none, such as a mask, is not looked at. For second derivatives give an
-            ``elementwise_kernel(function, backward=...)`` instead of a function, whose
-            ``backward(*gradients, *arguments)`` gets what this one gives and takes, and so on.
-        own_dtypes: of tensors that are not promoted with the others, by the names that the schema
-            gives them, the dtypes that they may have: ``{"mask": (torch.bool,)}``. The function
-            gets their elements as what they are, and the common dtype does not depend on them.
+            of each tensor among the arguments: a number, or a tuple. The gradient of a tensor that
+            can have none, such as a mask, is ignored. For second derivatives, give an
+            ``elementwise_kernel(function, backward=...)`` instead of a function; the arguments of
+            its ``backward`` are the gradients of the first backward's results, then that backward's
+            own arguments, and so on.
+        own_dtypes: the accepted dtypes of tensors that are not promoted with the others, by their
+            names in the schema: ``{"mask": (torch.bool,)}``. The function gets their elements in
+            their own dtype, and the common dtype does not depend on them.
 
     Example:
         >>> @foo_ops.library.elementwise_kernel(backward=lambda grad, x: 2 * x * grad)
@@ -388,7 +390,7 @@ def _result_types(
 
 @dataclasses.dataclass(frozen=True)
 class _OwnBackward:
-    """Says that an operator was defined for a ``backward``, until its library ends."""
+    """An entry of `BACKWARD_SCHEMAS`, which ends with the operator's library."""
 
     name: str
 
@@ -401,7 +403,7 @@ BACKWARD_SCHEMAS: dict[str, tuple[str, tuple[torch.Tag, ...]]] = {}
 
 
 def refuse_other_backward(name: str, backward: Backward | None) -> None:
-    """Refuse a ``backward`` whose operator has the name of another one, which is to stay."""
+    """Refuse a ``backward`` whose operator would replace another one of the same name."""
     defined = name
     while backward is not None:
         defined += "_backward"
@@ -442,7 +444,7 @@ def _register_backward(
 
 
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
-    """Make the kernel of ``f_backward``, which takes the arguments of ``f`` and gradients."""
+    """Make the kernel of ``f_backward``, which takes gradients and the arguments of ``f``."""
     parameters = kernel.with_choices(operator, parameters_of(operator))
     tensors = [p for p in parameters if p.is_tensor]
     inherited: dict[str, Any] = {
@@ -483,14 +485,14 @@ def _define_backward(
     name = f"{operator.name()}_backward"
     schema = f"({', '.join(arguments)}) -> {returned}"
     library, tags = library_of(operator.name(), lib), (torch.Tag.pt2_compliant_tag,)
-    # The library itself would then never end.
+    # Not `made` itself, which holds the library: it would never end.
     made = define_or_take(name, None, schema, tags, library)
     BACKWARD_SCHEMAS[name] = made.schema, made.tags
     keep(_OwnBackward(name), library)
 
 
 def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:
-    """Return grad0 and so on; a derivative has such arguments, and its own are grad_grad0."""
+    """Return grad0 and so on; grad_grad0 for a backward, whose arguments are called grad0."""
     prefix = "grad"
     while any(p.name.startswith(prefix) for p in parameters):
         prefix = f"grad_{prefix}"

@@ -22,10 +22,11 @@ def register_flops(
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorate the function that computes the floating-point operations of these operators.
 
-    It gets the operator's arguments, shapes in place of tensors unless it takes those, and serves
-    torch.utils.flop_counter.FlopCounterMode. It takes the place of an earlier one. An elementwise
-    operator has one without: for each element of the result, the operations in its function and the
-    calls of others. Those of torch that are no products or convolutions count as nothing.
+    The function takes the operator's arguments, with shapes in place of tensors unless
+    ``takes_tensors`` is set. It serves torch.utils.flop_counter.FlopCounterMode, and replaces an
+    earlier one. An elementwise operator needs none: for each element of the result, the operations
+    and calls in its function are counted. torch's operators count as nothing, except products and
+    convolutions.
 
     Example:
         >>> from torch.utils.flop_counter import FlopCounterMode
@@ -47,7 +48,7 @@ def register_flops(
             from torch.utils.flop_counter import flop_registry, register_flop_formula
 
             for packet in packets:
-                # It may be there twice: torch changes its hash with each overload that is defined.
+                # A packet may be there twice: its hash changes with each overload that is defined.
                 while packet in flop_registry:
                     del flop_registry[packet]
             register_flop_formula(packets, get_raw=takes_tensors)(formula)
@@ -63,14 +64,14 @@ class _ElementwiseFlops:
     function: Callable[..., Any]
 
     def __call__(self, *arguments: Any, out_val: Any = None, **keywords: Any) -> int:
-        """Count the operations of a call; one that returns nothing writes to an argument."""
+        """Count the operations of a call; if it returns nothing, it writes to an argument."""
         results = [tensor.numel() for tensor in tensors_in(out_val)]
         elements = results or [tensor.numel() for tensor in tensors_in((arguments, keywords))]
         return max(elements) * sum(map(_is_operation, dis.get_instructions(self.function)))
 
 
 def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
-    """Count the operations of a function for each element, unless `register_flops` says how."""
+    """Count a function's operations for each element, unless `register_flops` gave a formula."""
 
     def add() -> None:
         from torch.utils.flop_counter import flop_registry
@@ -83,7 +84,7 @@ def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., A
 
 
 def _with_counter(add: Callable[[], None]) -> None:
-    # It imports Triton, where that is installed: a tenth of a second.
+    # Its import takes a tenth of a second where Triton is installed.
     after_import("torch.utils.flop_counter", add)
 
 

@@ -1,4 +1,4 @@
-"""Register kernels of Numba: their functions, their scratch memory, and checks of their bounds."""
+"""Register Numba kernels: their functions, their scratch memory, and checks of their bounds."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from foo_ops.library.vmap import Rule, register_default_vmap, register_random_vm
 
 # ---------------------------------------------------------------------------------------- functions
 
-# What kernels are made of: functions written in Python.
+# Functions written in Python, from which kernels are made.
 
 
 def is_function(value: object) -> bool:
-    """Return whether a value is a function written in Python, or what Numba made of one."""
+    """Return whether a value is a function written in Python, or compiled from one by Numba."""
     return isinstance(getattr(value, "py_func", value), types.FunctionType)
 
 
 def require_function(what: str, value: Any) -> None:
-    """Refuse what has no code that could be compiled, and a generator.
+    """Refuse a value that is no Python function, and a generator function.
 
     Args:
         what: the beginning of the message, such as "tile_kernel: tiles must be".
@@ -73,9 +73,9 @@ def _line_of_yield(function: Callable[..., Any]) -> int:
 
 
 def by_position(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes its keyword-only arguments by their places, as kernels get all.
+    """Return a function that takes keyword-only arguments by position, as kernels get all.
 
-    They stand behind the others. No argument has a default, since all are given.
+    They follow the others. No argument has a default, since all are given.
     """
     if not isinstance(function, types.FunctionType) or not function.__code__.co_kwonlyargcount:
         return function
@@ -94,7 +94,7 @@ def by_position(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ------------------------------------------------------------------------------------- registration
 
-# Register kernels of Numba for operators: what `elementwise_kernel` and `tile_kernel` make.
+# Register the kernels that `elementwise_kernel` and `tile_kernel` make.
 
 
 _DEVICE_KEYS = {device_type: DISPATCH_KEYS[device_type] for device_type in ("cpu", "foo")}
@@ -111,7 +111,7 @@ class Launcher:
 
     Attributes:
         register_for: makes the registrations for a dispatch key.
-        fake: the fake kernel; None where the operator's author brings it.
+        fake: the fake kernel; None if the operator's author provides it.
         vmap: the rule for torch.vmap; None for an operator that has an argument ``out``.
         sharding: the rule for DTensors.
     """
@@ -131,7 +131,7 @@ class NumbaKernel(abc.ABC):
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
-        """Make the launcher of an operator; TypeError where the kernel takes other parameters."""
+        """Make an operator's launcher; raise TypeError if the kernel takes other parameters."""
 
     def register(
         self,
@@ -171,7 +171,7 @@ class NumbaKernel(abc.ABC):
 
 
 def _refuse_derivatives(operator: torch._ops.OpOverload, lib: torch.library.Library | None) -> None:
-    """Let the operator refuse to be differentiated until it is told how."""
+    """Make the operator refuse to be differentiated until a derivative is registered."""
     way = "register_variant_autograd" if operator._schema.is_mutable else "register_autograd"
     message = (
         f"{operator.name()}: it has no derivative; to get one, use foo_ops.library.{way}, or else "
@@ -220,19 +220,19 @@ def register_kernel(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register as torch.library.register_kernel does; a kernel of Numba runs without Python.
+    """Register a kernel as torch.library.register_kernel does; a Numba kernel runs without Python.
 
     Args:
         op: the operator, such as ``"mylib::f"`` or ``"mylib::f.out"``.
-        device_types: "cpu", "foo" or both; None means all. For a Python function also the others.
-        func: an `elementwise_kernel`, a `tile_kernel`, or a Python function. Without it this is a
+        device_types: "cpu", "foo" or both; None means all. A Python function may have others, too.
+        func: an `elementwise_kernel`, a `tile_kernel`, or a Python function. If omitted, returns a
             decorator.
-        lib: the registration ends with it; without it, with the process.
+        lib: the registration ends with this library; by default, with the process.
 
     Raises:
-        TypeError: for a kernel of Numba, when it takes other arguments than the operator has.
-        ValueError: for a kernel of Numba and a device type other than cpu and foo, and where there
-            is no such operator.
+        TypeError: for a Numba kernel that takes other arguments than the operator has.
+        ValueError: for a Numba kernel and a device type other than cpu and foo, and if there is no
+            such operator.
 
     Example:
         >>> foo_ops.library.define("mylib::twice", "(Tensor input) -> Tensor")
@@ -282,7 +282,7 @@ def add_source(
     maker: Maker,
     *options: Any,
 ) -> str:
-    """Tell the table of kernels how one is made; return its name there."""
+    """Add a kernel's source to the table of kernels; return its name there."""
     kernel = operator.name()
     if kernel in KERNELS:
         kernel += f" {next(_serial_numbers)}"
@@ -304,7 +304,7 @@ def kinds_of(parameters: Sequence[Parameter]) -> tuple[str, ...]:
 
 # ----------------------------------------------------------------------------------- scratch memory
 
-# Describe the memory that a tile kernel works in.
+# Describe the scratch memory of tile kernels.
 
 
 Size = int | Callable[..., int]
@@ -323,7 +323,7 @@ class Scratch:
         return len(self.sizes)
 
     def functions(self) -> list[Callable[..., int]]:
-        """Return what gives each size."""
+        """Return a function for each size."""
         return [_constant(size) if isinstance(size, int) else size for size in self.sizes]
 
 
@@ -335,21 +335,21 @@ def _constant(size: int) -> Callable[[], int]:
 
 
 def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
-    """Describe memory for a tile kernel to work in, for its option ``scratch``.
+    """Describe scratch memory for a tile kernel, for its option ``scratch``.
 
-    The function gets it as a view, like a tensor's, of adjacent elements. What is in it at first is
-    undefined; under `check_bounds` it is NaN, and -1 where elements are integers.
+    The function gets it as a contiguous view, like a tensor's. Its first contents are undefined;
+    under `check_bounds` they are NaN, and -1 for integers.
 
     Args:
-        sizes: for each dimension a number, or a function that is compiled and gets those of the
-            kernel's arguments and results that it names, as ``lambda input: input.shape[-1]``.
-        like: the argument or result in whose compute type elements are: float32 where that is
+        sizes: for each dimension a number, or a function that is compiled and takes the kernel's
+            arguments and results that it names, as ``lambda input: input.shape[-1]``.
+        like: the argument or result whose compute type the elements have: float32 if that is
             bfloat16 or float16.
-        per_call: all threads of a call have the same memory, and ``finish`` may take it. Without it
+        per_call: all threads of a call share the memory, and ``finish`` may take it. By default
             each thread has memory of its own, which one tile leaves to the next.
 
     Raises:
-        TypeError: for sizes that are neither, or none.
+        TypeError: for a size that is neither a number nor a function, or without any.
 
     Example:
         >>> from foo_ops import language
@@ -408,12 +408,12 @@ if switch("FOO_CHECK_BOUNDS"):
 
 @contextlib.contextmanager
 def check_bounds() -> Iterator[None]:
-    """Check every access of tile kernels that are called meanwhile, on all threads.
+    """Check every access of the tile kernels that this context calls, on all threads.
 
-    An access outside of its tensor is not performed: what is read is 0, and nothing is written.
-    When the kernel is done, the operator raises an IndexError, which names the operator, the first
-    such access with its indices, the shape, and the line of the kernel. A kernel that checks is
-    compiled by itself, and is slower; calls outside of the context are as fast as ever.
+    An access outside of its tensor reads 0 or writes nothing. When the kernel is done, the operator
+    raises an IndexError, which names the operator, the first such access with its indices, the
+    shape, and the line of the kernel. A kernel with checks is compiled separately, and is slower;
+    calls outside of the context are as fast as ever.
 
     An offset into ``x.data`` must lie between the first element and the last one, but may fall
     between two. An address that a kernel takes with `foo_ops.language.address_of` is not checked.

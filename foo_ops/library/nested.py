@@ -30,15 +30,15 @@ def register_nested_rows(
 ) -> None:
     """Let an operator of any number of leading dimensions take jagged nested tensors, in one call.
 
-    Without this an operator that has a kernel of Numba refuses nested tensors.
+    Without this, an operator with a Numba kernel refuses nested tensors.
 
     Args:
         name: the operator, whose results have the leading dimensions, too.
-        rows: names the arguments that have them. These are nested all or none, in parts of the
+        rows: the arguments with leading dimensions. All of them are nested or none, in parts of the
             same lengths.
-        elementwise: whether each element is a row of its own. Without it, parts that are side by
-            side in the last dimension are refused.
-        lib: the registration ends with it; without it, with the process.
+        elementwise: whether each element is a row of its own. If not, parts that are side by side
+            in the last dimension are refused.
+        lib: the registration ends with this library; by default, with the process.
 
     Example:
         >>> foo_ops.library.define("mylib::half", "(Tensor input) -> Tensor")
@@ -71,7 +71,7 @@ def register_nested_rows(
         return pytree.tree_map_only(Tensor, lambda it: _Nested.apply(it, parts), results)
 
     library_of(name, lib).impl(name.partition("::")[2], kernel, KEY)
-    # Tensors of inference mode come to the kernel by way of the refusal.
+    # In inference mode, tensors reach the kernel by way of the refusal.
     keep(_C.refuse_nested_tensors(name), own_library(name, lib))
 
 
@@ -116,7 +116,7 @@ def _require_jagged(operator: str, argument: str, tensor: Tensor, elementwise: b
 
 
 def _places_of(tensor: Tensor) -> Any:
-    """Say where parts are: sizes of one symbol are those of the same offsets, or lengths."""
+    """Return a key for the places of parts: an equal symbol means equal offsets or lengths."""
     if not isinstance(tensor, NestedTensor):
         return None
     where = None if tensor.lengths() is None else id(tensor.offsets())
@@ -124,7 +124,7 @@ def _places_of(tensor: Tensor) -> Any:
 
 
 def _parts_of(nested: NestedTensor) -> dict[str, Any]:
-    """Return what a nested tensor of the same parts is made of, beside its values."""
+    """Return the arguments that make a nested tensor of the same parts, besides its values."""
     return {
         "offsets": nested.offsets(),
         "lengths": nested.lengths(),
@@ -134,9 +134,9 @@ def _parts_of(nested: NestedTensor) -> dict[str, Any]:
 
 
 def _rows_of(nested: NestedTensor) -> Tensor:
-    """Return the rows of all parts, with zeros where there is memory between these.
+    """Return the rows of all parts, with zeros in the gaps between them.
 
-    That is no row: it could be NaN, and then gradients of weights would be, too.
+    A gap could contain NaN, and then gradients of weights would be NaN, too.
     """
     rows: Tensor = _Values.apply(nested)
     lengths, offsets, dimension = nested.lengths(), nested.offsets(), nested._ragged_idx - 1
@@ -170,7 +170,7 @@ class _Values(torch.autograd.Function):
 class _Nested(torch.autograd.Function):
     """Rows in the parts of another tensor, to which the result can be added.
 
-    torch.nested.nested_tensor_from_jagged can be differentiated once, and not be traced.
+    torch.nested.nested_tensor_from_jagged can be differentiated only once, and cannot be traced.
     """
 
     @staticmethod

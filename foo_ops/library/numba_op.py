@@ -33,7 +33,7 @@ from foo_ops.library.operators import (
 )
 from foo_ops.library.refusals_of_kernels import returned_kinds
 
-# The meaning of the annotation of an element, from the narrowest.
+# The dtypes for the annotation of an element, from the narrowest.
 _DTYPES = {
     bool: (torch.bool,),
     int: (*SIGNED, *UNSIGNED),
@@ -79,29 +79,30 @@ def numba_op(
     device_types: str | Sequence[str] = ("cpu", "foo"),
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Make an elementwise operator of an annotated function of scalars.
+    """Make an elementwise operator from an annotated function of scalars.
 
-    It defines ``name``, ``name_`` where the result can take the first tensor's place, and
+    It defines ``name``, ``name_`` if the result can take the first tensor's place, and
     ``name.out``, with kernels, fake kernels and gradients; see `elementwise_kernel`.
 
-    - An argument without a default is a tensor; ``float``, ``int``, ``bool`` or ``complex`` says of
-      which numbers, and ``float | None`` of one that may be missing. Those of the widest kind are
-      promoted to a common dtype, which is that of the result, too; others keep their own: of
-      ``(mask: bool, x: float)`` mask is a bool.
-    - An argument with a default is a keyword of the operator: ``float``, ``int``, ``bool``, a text
-      (``typing.Literal["same", "valid"]``), a list (``list[float]``, ``tuple[int, int]``), a number
-      in the type of the elements (``int | float``), or one of these or None (``float | None``).
-    - What is returned is annotated alike; ``bool`` gives torch.bool, ``tuple[float, bool]`` two
+    - An argument without a default is a tensor, annotated with the kind of its numbers: ``float``,
+      ``int``, ``bool`` or ``complex``, or ``float | None`` if it may be missing. Tensors of the
+      widest kind are promoted to a common dtype, which is also that of the result; others keep
+      their own: in ``(mask: bool, x: float)`` mask is a bool.
+    - An argument with a default is a keyword of the operator: ``float``, ``int``, ``bool``, a
+      string (``typing.Literal["same", "valid"]``), a list (``list[float]``, ``tuple[int, int]``), a
+      number in the type of the elements (``int | float``), or one of these or None
+      (``float | None``).
+    - The return value is annotated likewise; ``bool`` gives torch.bool, ``tuple[float, bool]`` two
       tensors.
 
     Args:
-        name: such as ``"mylib::relu6"``. Where numba_op has defined it before, that operator is
+        name: such as ``"mylib::relu6"``. If numba_op has defined it before, that operator is
             replaced, as in a notebook, or when a module is loaded again.
-        function: the function; without it this is a decorator.
+        function: the function; if omitted, returns a decorator.
         backward: the gradients, see `elementwise_kernel`.
-        dtypes: the dtypes that are taken, instead of all that the annotations say.
+        dtypes: the accepted dtypes, instead of all that the annotations allow.
         device_types: "cpu", "foo" or both.
-        lib: the operator ends with it; without it, with the process.
+        lib: the operator ends with this library; by default, with the process.
 
     Returns:
         ``torch.ops.mylib.relu6``.
@@ -109,7 +110,7 @@ def numba_op(
     Raises:
         TypeError: for a missing annotation, one of another type, and for arguments that an operator
             cannot have.
-        ValueError: for a name without a namespace, or with an overload, and for what is no text.
+        ValueError: for a name without a namespace, with an overload, or that is no string.
 
     Example:
         >>> @foo_ops.library.numba_op("mylib::relu6", backward=lambda g, x: g if 0 < x < 6 else 0.0)
@@ -167,12 +168,12 @@ def _check_functions(name: str, function: object, backward: object) -> None:
         require_function(f"{name}: backward must be", backward)
 
 
-# The libraries of operators that were given none, by name.
+# The libraries of operators that were defined without ``lib``, by name.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def _own_library(name: str) -> torch.library.Library:
-    """Make a library, in place of the one with the operator which had the name before."""
+    """Make a library for an operator, and destroy that of an earlier operator of this name."""
     if name in _libraries:
         _libraries.pop(name)._destroy()
     _libraries[name] = torch.library.Library(name.partition("::")[0], "FRAGMENT")
@@ -180,7 +181,7 @@ def _own_library(name: str) -> torch.library.Library:
 
 
 class _Operator:
-    """What the annotations of a function say about the operator."""
+    """An operator, as the annotations of its function describe it."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -241,11 +242,11 @@ class _Operator:
         return list(results)
 
     def _check_returned(self) -> None:
-        """Refuse what a result cannot hold, where the source says it; the compiler does any."""
+        """Refuse a value that a result cannot hold, if the source shows it; or else Numba does."""
         kinds = {name: self._element(name) for name in self._tensors}
         kinds |= {p.name: hint for p in self._scalars if (hint := self._hints[p.name]) in _DTYPES}
         for returned, line in returned_kinds(self._function, kinds):
-            # Another number of values has a message of its own.
+            # A wrong number of values has a message of its own.
             for kind, result in zip(returned, self.results * (len(returned) == len(self.results))):
                 # A result of any kind can hold a bool and an int.
                 if kind in (None, bool, int) or _ORDER.index(kind) <= _ORDER.index(result):
@@ -257,7 +258,7 @@ class _Operator:
                 )
 
     def result_type(self, result: type, common: torch.dtype) -> torch.dtype:
-        """Return the dtype of the result where the tensors' common dtype is this one."""
+        """Return the dtype of a result for a common dtype of the tensors."""
         if result is self._widest:
             return common
         if result is float and self._widest is complex:

@@ -1,4 +1,4 @@
-"""Operators as their schemas describe them: names, dtypes, keywords, texts and results."""
+"""Operators as their schemas describe them: names, dtypes, keywords, strings and results."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ _kept: list[Any] = []
 
 
 class NoSuchOperatorError(ValueError, AttributeError):
-    """A wrong value for an argument, and a name that is missing in ``torch.ops``."""
+    """An unknown operator: a wrong value for an argument, and a name missing in ``torch.ops``."""
 
 
 def find(op: str | torch._ops.OpOverload | torch.library.CustomOpDef) -> torch._ops.OpOverload:
     """Return the operator with a name such as ``"foo::abs.out"``, or the one that is given.
 
-    Each function of the kit that takes an operator begins with it, before a decorator is returned.
+    Every function of the kit that takes an operator calls this first, before it returns a
+    decorator.
 
     Raises:
         ValueError: for anything else, and for a name without a namespace.
-        NoSuchOperatorError: where there is no such operator.
+        NoSuchOperatorError: if there is no such operator.
     """
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
@@ -61,7 +62,7 @@ def find(op: str | torch._ops.OpOverload | torch.library.CustomOpDef) -> torch._
 
 
 def parse(name: str) -> tuple[str, str, str | None]:
-    """Return the namespace, the name and the overload of ``"mylib::f.out"``, which may be new."""
+    """Return the namespace, the name and the overload of ``"mylib::f.out"``; it may not exist."""
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
         raise ValueError(
@@ -72,7 +73,7 @@ def parse(name: str) -> tuple[str, str, str | None]:
 
 
 def qualified(name: str | torch._ops.OpOverload, library: torch.library.Library) -> str:
-    """Return a library's name for an operator with its namespace; it may be defined later."""
+    """Return an operator's name with the library's namespace; it may be defined later."""
     if isinstance(name, torch._ops.OpOverload):
         return name.name()
     if isinstance(name, str) and "::" not in name:
@@ -82,12 +83,12 @@ def qualified(name: str | torch._ops.OpOverload, library: torch.library.Library)
 
 
 def short_name(operator: torch._ops.OpOverload) -> str:
-    """Return an operator's name in messages, without namespace and overload."""
+    """Return an operator's name for messages, without namespace and overload."""
     return operator.name().partition("::")[2].partition(".")[0]
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """Say where a function is, for messages."""
+    """Return a function's name and location, for messages."""
     code = function.__code__
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
@@ -118,7 +119,7 @@ def define_or_take(
 def own_library(op: Any, lib: torch.library.Library | None) -> torch.library.Library | None:
     """Return the library given for a registration, or else that of the operator, if it has one.
 
-    So what is registered for an operator ends with it, when another takes its place.
+    Thus an operator's registrations end with it, when it is replaced.
     """
     name = op.name() if isinstance(op, torch._ops.OpOverload) else op
     if lib is not None or not isinstance(name, str) or name not in DEFINITIONS:
@@ -141,9 +142,9 @@ def keep(registration: Any, lib: torch.library.Library | None) -> None:
 
 
 BACKWARDS: dict[str, str] = {}
-"""The operators that compute gradients, by those whose gradients they are."""
+"""Backward operators, by the operators whose gradients they compute."""
 VARIANTS: dict[str, str] = {}
-"""The operators that those are differentiated as which work in place."""
+"""Functional operators, by the in-place operators that are differentiated through them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +173,11 @@ class Parameter:
     """An argument of an operator, as a kernel takes it.
 
     Attributes:
-        kind: one of the values of `_KINDS`; of a generator a kernel gets a seed.
-        role: "read"; "in place", of a tensor that the operator writes; "out", of one that is there
-            only to be written, which stands after the ``*`` of the schema.
-        length: how many numbers a list must have, or -1 for any.
-        choices: what a text may be, where the kernel is known.
+        kind: one of the values of `_KINDS`; for a generator, a kernel gets a seed.
+        role: "read"; "in place" for a tensor that the operator writes; "out" for a tensor after the
+            ``*`` of the schema, which is only written.
+        length: the number of elements that a list must have, or -1 for any.
+        choices: the allowed strings, once the kernel is known.
     """
 
     name: str
@@ -188,7 +189,7 @@ class Parameter:
 
     @property
     def schema_type(self) -> str:
-        """Return the type as schemas have it; an int may be symbolic."""
+        """Return the type as a schema writes it; an int may be symbolic."""
         type_ = _SCHEMA_TYPES[self.kind]
         if self.length >= 0:
             type_ = type_.replace("[]", f"[{self.length}]")
@@ -210,7 +211,7 @@ _SCHEMA_TYPES = {
     "text": "str",
     "dtype": "ScalarType",
 }
-# By what schemas say of them.
+# By the types in schemas.
 _KINDS = {
     "Tensor": "tensor",
     "List[Tensor]": "tensors",
@@ -227,10 +228,10 @@ _KINDS = {
 
 
 def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
-    """Return the parameters of an operator that is to have a kernel of Numba.
+    """Return the parameters of an operator, for a Numba kernel.
 
     Raises:
-        TypeError: where an argument has a type that kernels do not take.
+        TypeError: if an argument has a type that kernels do not take.
     """
     return tuple(_parameter(operator, argument) for argument in operator._schema.arguments)
 
@@ -299,7 +300,7 @@ FLOATING_8 = (
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-# In the words of messages. A category is named where all its dtypes are taken.
+# Words for messages. A category is named if all its dtypes are accepted.
 _CATEGORIES = {"integer": SIGNED + UNSIGNED, "floating-point": FLOATING, "complex": COMPLEX}
 
 
@@ -309,7 +310,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def require_dtypes(what: str, dtypes: object) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that an argument has, or refuse it."""
+    """Return an argument's dtypes as a tuple, or raise TypeError."""
     given = tuple(dtypes) if isinstance(dtypes, Iterable) else (None,)
     if not all(isinstance(dtype, torch.dtype) for dtype in given):
         raise TypeError(
@@ -319,7 +320,7 @@ def require_dtypes(what: str, dtypes: object) -> tuple[torch.dtype, ...]:
 
 
 def in_words(dtypes: Iterable[torch.dtype]) -> str:
-    """Say in a message which dtypes are taken."""
+    """Return the accepted dtypes in words, for a message."""
     left, words = dict.fromkeys(dtypes), []
     for word, category in _CATEGORIES.items():
         if all(dtype in left for dtype in category):
@@ -340,7 +341,7 @@ def _joined(words: Sequence[str]) -> str:
 
 # -------------------------------------------------------------------------------------------- texts
 
-# Read in a kernel what its texts may be: ``mode: typing.Literal["same", "valid"]``.
+# Read the allowed strings from a kernel's annotations: ``mode: typing.Literal["same", "valid"]``.
 
 
 def with_choices(
@@ -358,7 +359,7 @@ def with_choices(
         inherited: the choices of arguments that are not annotated, by their names.
 
     Raises:
-        TypeError: for a text without choices.
+        TypeError: for a string without choices.
     """
     names = list(inspect.signature(function).parameters)
     found = []
@@ -378,10 +379,10 @@ def with_choices(
 
 
 def choices_in(hint: Any) -> tuple[str, ...]:
-    """Return the texts of a Literal, or of one that may be None; nothing for anything else.
+    """Return the strings of a Literal or an optional Literal; () for anything else.
 
     Raises:
-        ValueError: for a text that no signature of a kernel can have.
+        ValueError: for a string that a kernel's signature cannot hold.
     """
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next((it for it in typing.get_args(hint) if it is not type(None)), None)
@@ -398,14 +399,14 @@ def _annotation(function: Callable[..., Any], name: str) -> Any:
     hint = getattr(function, "__annotations__", {}).get(name)
     if not isinstance(hint, str):
         return hint
-    # Others may be names that only a type checker knows.
+    # Evaluated alone: other annotations may be names that only a type checker knows.
     alone = types.SimpleNamespace(__annotations__={name: hint}, __globals__=function.__globals__)
     return typing.get_type_hints(alone, globalns=function.__globals__)[name]
 
 
 # ----------------------------------------------------------------------------------------- keywords
 
-# Say in the words of schemas what the annotations of keywords are.
+# Translate the annotations of keywords to types of schemas.
 
 
 # For messages.
@@ -418,7 +419,7 @@ _LISTS = (list, collections.abc.Sequence)
 
 
 def schema_type(hint: Any) -> str | None:
-    """Return the type of an argument with this annotation, or None where there is none."""
+    """Return the schema type for an annotation, or None if there is none."""
     parts = set(typing.get_args(hint)) if _is_union(hint) else {hint}
     mark = "?" if type(None) in parts else ""
     plain = parts - {type(None)}
@@ -448,7 +449,7 @@ def _type_of_one(hint: Any) -> str | None:
 
 
 def is_finite(default: Any) -> bool:
-    """Return whether a schema can have a default."""
+    """Return whether a default is neither inf nor NaN: a schema cannot hold those."""
     numbers = default if isinstance(default, (list, tuple)) else [default]
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
 
@@ -461,7 +462,7 @@ def schema_default(default: Any) -> str:
 
 # -------------------------------------------------------------------- operators without derivatives
 
-# Let operators without derivatives say so, instead of losing gradients and tangents in silence.
+# Make operators without derivatives raise, instead of silently losing gradients and tangents.
 
 
 _AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
@@ -469,7 +470,7 @@ _refusals: dict[str, Any] = {}
 
 
 def refuse_derivatives(name: str, message: str, lib: torch.library.Library | None) -> None:
-    """Let an operator throw the message as a NotImplementedError, unless it has derivatives."""
+    """Make an operator raise NotImplementedError when differentiated, if it has no derivatives."""
     end_refusal(name)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if not any(has_kernel(name, key) for key in _AUTOGRAD_KEYS):
@@ -478,29 +479,29 @@ def refuse_derivatives(name: str, message: str, lib: torch.library.Library | Non
 
 
 def end_refusal(name: str) -> None:
-    """Let an operator get its derivatives."""
+    """End the refusal of an operator that gets derivatives."""
     if name in _refusals:
         _refusals.pop(name).destroy()
 
 
 # -------------------------------------------------------------------------------- results of Python
 
-# Check what functions in Python return for an operator: PyTorch takes their number on trust.
+# Check the results of an operator's Python functions: PyTorch does not check their number.
 #
-# Beyond the returns of a schema it reads memory that belongs to others, and results that are
-# missing are whatever lies on its stack.
+# With more results than the schema has it reads memory that belongs to others; missing results are
+# whatever lies on its stack.
 
 
 def counted(
     op: str | torch._ops.OpOverload | torch.library.CustomOpDef, what: str, function: Any
 ) -> Any:
-    """Return a function that raises TypeError where its results are not those of the schema.
+    """Wrap a function to raise TypeError if its results do not match the schema.
 
     Args:
-        op: the operator. One of torch.library.custom_op counts for itself.
-        what: the function's part, such as "fake kernel".
-        function: as it is registered for the operator. An operator, or torch's fallthrough, is
-            returned as it is.
+        op: the operator. An operator of torch.library.custom_op checks by itself.
+        what: the function's role, such as "fake kernel".
+        function: the function to register. An operator, or torch's fallthrough, is returned
+            unchanged.
     """
     is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     is_ours = callable(function) and function is not torch.library.fallthrough_kernel
@@ -521,9 +522,9 @@ def counted(
 
 
 def _wanted(declared: Sequence[torch._C.Argument], result: Any) -> str | None:
-    """Say what the result should be, or None where it is so."""
+    """Return the expected result in words, or None if the result is right."""
     if len(declared) == 1:
-        # There are no others for which the error of PyTorch would not do.
+        # For any other single result PyTorch's own error is good enough.
         is_right = str(declared[0].type) != "Tensor" or _may_be_tensor(result)
         return None if is_right else "a Tensor"
     if not declared:
@@ -540,7 +541,7 @@ def _wanted(declared: Sequence[torch._C.Argument], result: Any) -> str | None:
 
 
 def _may_be_tensor(value: Any) -> bool:
-    # None stands for a tensor that is not defined.
+    # None stands for an undefined tensor.
     return value is None or isinstance(value, Tensor)
 
 

@@ -1,4 +1,4 @@
-"""Refuse kernels that their operators cannot have, where they are defined."""
+"""Refuse kernels that their operators cannot have, when they are defined."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from foo_ops.library.operators import Parameter, describe
 
 # ------------------------------------------------------------------------ kinds of numbers returned
 
-# Read in a function's source which kind of number it returns, to refuse it where it is defined.
+# Find out from a function's source which kind of number it returns, to refuse it when defined.
 
 
 KINDS = (bool, int, float, complex)
-"""From the narrowest."""
+"""Kinds of numbers, from the narrowest."""
 
 _CONVERSIONS = {"bool": bool, "int": int, "float": float}
 _PREDICATES = ("isfinite", "isinf", "isnan")
@@ -32,13 +32,13 @@ _KEEPING = ("ceil", "floor", "trunc")
 def returned_kinds(
     function: Callable[..., Any], arguments: Mapping[str, type]
 ) -> Iterator[tuple[list[type | None], int]]:
-    """Yield of which kind the values of each return statement are, and its line.
+    """Yield the kinds of the values of each return statement, and its line.
 
-    It is None where the source does not tell; without a source nothing is yielded.
+    A kind is None if the source does not determine it; without a source nothing is yielded.
 
     Args:
         function: a function of numbers.
-        arguments: the kinds of those that are known.
+        arguments: the known kinds of arguments.
 
     Example:
         >>> import math
@@ -64,7 +64,7 @@ def returned_kinds(
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what is inside, but for functions inside of it."""
+    """Yield the nodes inside a node, except nested functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.Lambda)):
             yield child
@@ -72,7 +72,7 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Source:
-    """What the source of a function says about its variables."""
+    """Kinds of a function's variables and expressions, as its source determines them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Source:
     ) -> None:
         self._arguments = arguments
         self._globals = global_values
-        # For each name all that it is set to; None is unknown.
+        # All values assigned to each name; None for one that is unknown.
         self._values: dict[str, list[ast.expr | None]] = {}
         self._asked: set[str] = set()
         for node in _own_nodes(definition):
@@ -98,18 +98,18 @@ class _Source:
             value = ast.BinOp(read, node.op, node.value)
             self._values.setdefault(node.target.id, []).append(value)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            # Also of the two above: the number of stores tells whether all values are known.
+            # Counts every store, also those above: all values are known if none is left over.
             self._values.setdefault(node.id, []).append(None)
 
     def _variable(self, name: str) -> type | None:
-        """Return the kind of what a name is set to, where that is always the same."""
+        """Return the kind of a variable's values, if they all have the same."""
         kinds = {self._arguments[name]} if name in self._arguments else set()
         values = self._values.get(name, [])
         known = [value for value in values if value is not None]
         if 2 * len(known) != len(values):
             return None
         if name in self._asked:
-            # It is set to something made of itself, which is no narrower than the rest of it.
+            # Recursive assignment (`x = x + 1`): the other terms decide.
             return bool
         self._asked.add(name)
         found = [self.kind(value) for value in known]
@@ -169,7 +169,7 @@ class _Source:
         if name in _PREDICATES:
             return bool
         if name in _KEEPING:
-            # Kernels round to floats, which have room for every result.
+            # In kernels these return floats, which can hold every result.
             return self._widest(arguments)
         return None if name in _OF_INTEGERS else float
 
@@ -185,21 +185,21 @@ class _Source:
 
 # ---------------------------------------------------------------------------- what functions return
 
-# Read in a function's code what it returns, to refuse a kernel where it is defined.
+# Count in a function's bytecode the values that it returns, to refuse a kernel when it is defined.
 
 
-# These leave one number.
+# Instructions that push one number.
 _NUMBERS = ("BINARY_", "UNARY_", "COMPARE_OP")
 
-# These leave the value of one variable.
+# Instructions that push the value of one variable.
 _READS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 
 
 def returned_counts(function: Callable[..., Any]) -> Iterator[tuple[int | None, int]]:
-    """Yield how many values each return statement gives, and its line.
+    """Yield the number of values of each return statement, and its line.
 
-    The number is 0 for None, which is also what a function returns at its end, and None where only
-    the types of variables would tell.
+    The number is 0 for None, which a function also returns at its end, and None if it depends on
+    the types of variables.
     """
     counts = _counts_of_variables(function)
     line = function.__code__.co_firstlineno
@@ -214,9 +214,9 @@ def returned_counts(function: Callable[..., Any]) -> Iterator[tuple[int | None, 
 
 
 def _counts_of_variables(function: Callable[..., Any]) -> dict[str, int]:
-    """Count the values of each variable for which the code says it, the same wherever it is set.
+    """Count the values in each variable, if the code shows their number and it is always the same.
 
-    An argument is one.
+    An argument is one value.
     """
     code = function.__code__
     found: dict[str, set[int | None]] = {
@@ -225,7 +225,7 @@ def _counts_of_variables(function: Callable[..., Any]) -> dict[str, int]:
     before: dis.Instruction | None = None
     for step in dis.get_instructions(function):
         if step.opname.startswith("STORE_FAST"):
-            # Python 3.13 stores and loads several in one.
+            # Python 3.13 stores and loads several variables in one instruction.
             is_one = step.opname == "STORE_FAST" and not step.is_jump_target
             names = (step.argval,) if isinstance(step.argval, str) else step.argval
             for name in names:
@@ -236,7 +236,7 @@ def _counts_of_variables(function: Callable[..., Any]) -> dict[str, int]:
 
 
 def _count_after(step: dis.Instruction | None, counts: dict[str, int]) -> int | None:
-    """Count the values that an instruction leaves for the one behind it."""
+    """Count the values that an instruction leaves for the next one."""
     if step is None:
         return None
     if step.opname == "LOAD_CONST":
@@ -257,15 +257,15 @@ def _count_of(constant: object) -> int:
 
 # ------------------------------------------------------------------------------ elementwise kernels
 
-# Refuse operators that an elementwise kernel does not fit, where it is registered.
+# Refuse operators that an elementwise kernel does not fit, when it is registered.
 
 
 Functions = Sequence[Callable[..., Any]]
-"""What a kernel computes with, one for each way in which it may be called."""
+"""The functions of a kernel, one for each way in which it may be called."""
 
 
 def refuse_whole(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
-    """Refuse what is no element, nor the same for all elements."""
+    """Refuse arguments that are neither elements nor the same for all elements."""
     for parameter in parameters:
         if parameter.kind == "tensors":
             raise TypeError(
@@ -306,7 +306,7 @@ def check_parameters(
 
 
 def check_returned(operator: torch._ops.OpOverload, functions: Functions, results: int) -> None:
-    """Refuse another number of values where the code says it; the compiler refuses any other."""
+    """Refuse a wrong number of values if the code shows it; otherwise the compiler does."""
     for function in functions:
         for count, line in returned_counts(function):
             if count not in (None, 0, results):
@@ -319,11 +319,11 @@ def check_returned(operator: torch._ops.OpOverload, functions: Functions, result
 
 # ------------------------------------------------------------------------------------- tile kernels
 
-# Refuse tile kernels that their operators cannot have, where they are defined.
+# Refuse tile kernels that their operators cannot have, when they are defined.
 
 
 def require_no_result(function: Callable[..., Any]) -> None:
-    """Refuse a function that returns something, but for the value of a lambda's expression."""
+    """Refuse a function that returns a value, except a lambda, which always does."""
     for count, line in returned_counts(function):
         if count != 0 and function.__name__ != "<lambda>":
             raise TypeError(
@@ -333,7 +333,7 @@ def require_no_result(function: Callable[..., Any]) -> None:
 
 
 def require_verdict(function: Callable[..., Any]) -> None:
-    """Refuse a function whose end, or a return statement, gives no True or False."""
+    """Refuse a function that may return nothing, or several values, instead of True or False."""
     for count, line in returned_counts(function):
         if count not in (1, None):
             raise TypeError(
@@ -344,7 +344,7 @@ def require_verdict(function: Callable[..., Any]) -> None:
 
 
 def require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch] | None) -> None:
-    """Refuse what is no scratch memory, or is not what the function takes before the tiles."""
+    """Require a dict of scratch memory, with the names that the function has before the tiles."""
     given = scratch or {}
     if not isinstance(given, Mapping) or not all(isinstance(s, Scratch) for s in given.values()):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Say how the work of an operator on DTensors is cut among processes."""
+"""Declare how operators on DTensors are sharded among processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foo_ops.library.vmap import RowReader
 
 # ------------------------------------------------------------------------------------- declarations
 
-# Gets the operator's arguments, with a TensorMeta in place of each tensor.
+# Takes the operator's arguments, with a TensorMeta in place of each tensor.
 Rule = Callable[..., str]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
@@ -30,34 +30,34 @@ def register_sharding(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Say along which dimensions an operator on DTensors can be cut among processes.
+    """Declare along which dimensions an operator on DTensors can be sharded.
 
     ``"b h . ., b h . ., h -> b h . ."`` names the dimensions of the operator's tensors, in the
-    order of its schema, as in torch.einsum. The operator must compute the same when it is called
+    order of its schema, as in torch.einsum. The operator must compute the same if it is called
     with equal parts of all tensors along one name:
 
-    - A tensor that has not got the name, or size 1 there, is given to each process as a whole. A
-      result is then the sum of what the processes compute, as that for the gradient of a weight.
-    - ``.`` is a dimension that is not cut, ``...`` stands for all dimensions before the others,
+    - A tensor without the name, or with size 1 there, is replicated. A result without the name is
+      the sum of what the processes compute, as the gradient of a weight is.
+    - ``.`` is a dimension that is not sharded, ``...`` stands for all dimensions before the others,
       which are broadcast. A tensor with fewer dimensions lacks the first ones.
-    - Where sizes differ, as the heads of queries and keys do, one is a multiple of the other, and
-      only equal parts are given.
+    - If sizes differ, as the heads of queries and keys do, one is a multiple of the other, and only
+      equal parts are given.
 
-    Tensors that are placed in another way are redistributed first, but for those that the operator
-    writes, which is refused. Kernels of elements need no declaration: they are cut along all
-    dimensions. Nor do kernels of tiles whose source shows that each row is computed on its own.
-    All others run on whole tensors until one is given. What can be said with placements alone takes
+    Tensors with other placements are redistributed first; if the operator writes them, the call is
+    refused. Elementwise kernels need no declaration: they are sharded along all dimensions. Nor do
+    tile kernels whose source shows that each row is computed on its own. All others run on whole
+    tensors until one is given. For rules that need placements there is
     ``torch.distributed.tensor.experimental.register_sharding``.
 
     Args:
         op: the operator, such as ``"mylib::f"``.
-        sharding: as above; or a function that returns this, of the operator's arguments, with the
-            shape and dtype in place of tensors. It raises NotImplementedError where the operator
-            does not take DTensors. Without it this is a decorator.
-        lib: the registration ends with it; without it, with the process.
+        sharding: as above; or a function that returns this from the operator's arguments, with the
+            shape and dtype in place of tensors. It raises NotImplementedError if the operator does
+            not take DTensors. If omitted, returns a decorator.
+        lib: the registration ends with this library; by default, with the process.
 
     Raises:
-        ValueError: where other tensors are named than the operator has.
+        ValueError: if the tensors named are not those of the operator.
         TypeError: for an operator with lists of tensors.
 
     Example:
@@ -83,13 +83,13 @@ def register_sharding(
 def register_default_sharding(
     operator: torch._ops.OpOverload, rule: Rule, lib: torch.library.Library | None
 ) -> None:
-    """Register the rule that comes with a kernel, for an operator that has none."""
+    """Register a kernel's rule, unless the operator has one."""
     if operator not in RULES:
         _register(operator, rule, lib)
 
 
 def for_each_rule(function: Callable[[torch._ops.OpOverload], None]) -> None:
-    """Call a function with each operator that has a rule, and that gets one later."""
+    """Call a function with each operator that has a rule or gets one later."""
     for operator in RULES:
         function(operator)
     _functions.append(function)
@@ -100,12 +100,12 @@ def make_constant_rule(sharding: str) -> Rule:
 
 
 def make_elementwise_sharding(operator: torch._ops.OpOverload) -> Rule:
-    """Cut along all dimensions, which are broadcast."""
+    """Make the rule that shards along all dimensions, which are broadcast."""
     return make_uniform_rule(operator, REST)
 
 
 def make_uniform_rule(operator: torch._ops.OpOverload, dimensions: str) -> Rule:
-    """Make the rule that says the same of all tensors."""
+    """Make the rule with the same dimensions for all tensors."""
     schema = operator._schema
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     before, after = (", ".join([dimensions] * it) for it in (tensors, len(schema.returns)))
@@ -140,7 +140,7 @@ class Sharding:
 
 
 def parse(operator: torch._ops.OpOverload, sharding: str) -> Sharding:
-    """Read what `register_sharding` takes, and hold it against the schema."""
+    """Parse a declaration for `register_sharding`, and check it against the schema."""
     schema = operator._schema
     _refuse_lists(operator)
     names = [it.name for it in schema.arguments if "Tensor" in str(it.type)]
@@ -175,9 +175,9 @@ def _dimensions(tensors: str) -> tuple[tuple[str, ...], ...]:
 
 
 def named_dimensions(names: Iterable[str], count: int) -> dict[str, int]:
-    """Return which dimensions of a tensor can be cut, by their names.
+    """Return the dimensions of a tensor that can be sharded, by their names.
 
-    Those that ``...`` stands for get names that count from their end: ``...1``, ``...2``.
+    Dimensions of ``...`` get names that count from its end: ``...1``, ``...2``.
     """
     own = [name for name in names if name != REST]
     found = {
@@ -193,7 +193,7 @@ def named_dimensions(names: Iterable[str], count: int) -> dict[str, int]:
 
 # ----------------------------------------------------------------------------- rows of tile kernels
 
-# Cut the rows of tile kernels among processes, where each is computed on its own.
+# Shard the rows of tile kernels that compute each row on its own.
 
 
 def make_tile_sharding(operator: torch._ops.OpOverload, read: RowReader) -> Rule:

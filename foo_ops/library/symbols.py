@@ -1,4 +1,4 @@
-"""Ask about sizes and numbers that a compiled program leaves open."""
+"""Check conditions on sizes and numbers that are symbolic in a compiled program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Sizes: TypeAlias = "Sequence[int | torch.SymInt]"
 
 
 def holds(condition: Condition) -> bool:
-    """Return whether what an operator requires of its arguments is true.
+    """Return whether a condition on an operator's arguments is true.
 
-    Fake kernels ask so about sizes. Where one depends on data, such as a count of nonzero elements,
-    torch.compile takes the condition for true and checks it when the program runs.
+    Fake kernels check sizes with it. If a size depends on data, such as a count of nonzero
+    elements, torch.compile assumes that the condition is true and checks it when the program runs.
 
     Args:
         condition: a comparison of sizes.
@@ -27,15 +27,15 @@ def holds(condition: Condition) -> bool:
     """
     if isinstance(condition, bool):
         return condition
-    # Imported here: it takes 0.3 s, and whoever has such a condition has it already.
+    # Imported here: it takes 0.3 s, and a caller with a symbolic condition has imported it already.
     from torch.fx.experimental.symbolic_shapes import expect_true
 
     return expect_true(condition)
 
 
 def is_known(condition: Condition) -> bool:
-    """Return whether a condition is true; where it depends on data, it is not known to be."""
-    # Dynamo calls a symbolic condition a bool.
+    """Return whether a condition is known to be true; False if it depends on data."""
+    # For Dynamo a symbolic condition is a bool, too.
     if isinstance(condition, bool) and not torch.compiler.is_dynamo_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -44,14 +44,14 @@ def is_known(condition: Condition) -> bool:
 
 
 def either(one: Condition, other: Condition) -> Condition:
-    """Return whether one of two conditions is true, without asking."""
+    """Return ``one or other``, without evaluating symbolic conditions."""
     if isinstance(one, bool):
         return one or other
     return one if other is False else other if other is True else one | other
 
 
 def have_sizes(sizes: Sizes, expected: Sizes) -> bool:
-    """Return whether sizes are those that a tensor must have, as `holds` does.
+    """Return whether sizes equal the expected ones, as `holds` does.
 
     Args:
         sizes: a tensor's shape, or some of it.

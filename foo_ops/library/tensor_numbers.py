@@ -1,11 +1,11 @@
 """Let the floating-point options of operators vary in compiled programs.
 
-Dynamo leaves a number open that changes from call to call, and hands it over in a tensor. But a
+Dynamo makes a number symbolic if it changes from call to call, and passes it in a tensor. But a
 schema's ``float`` holds no symbol: PyTorch would compile a program for each value. So a call with
-such a number becomes one of another operator, made when it is needed. It takes what the first one
-takes, with the number that the program was traced with, and the number itself in a tensor,
-``<argument>_number``, which its kernel reads. Fake kernels see the traced number alone; a guard
-keeps whether it is positive.
+such a number becomes a call of a second operator, made on first use. It takes the same arguments,
+with the number that the program was traced with, and the actual number in a tensor,
+``<argument>_number``, which its kernel reads. Fake kernels see only the traced number; a guard
+checks whether the number is positive.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 SEEDED: dict[str, str] = {}
-"""For operators that draw a seed where they have dropout, those that take it."""
+"""Operators that take a seed, by the operators that draw it themselves for dropout."""
 
-# The operators whose numbers may vary, and those that were made for them.
+# The operators whose numbers may vary, and the second operators that were made for them.
 _names: set[str] = set()
 _made: dict[str, _Made] = {}
 
 
 def let_numbers_vary(name: str, schema: str) -> None:
-    """Tell Dynamo, once it is loaded, of an operator that may have floating-point options."""
+    """Register an operator that may have floating-point options in Dynamo, once it is loaded."""
     if not re.search(r"\b(float|Scalar)\b", schema):
         return
     if not _names:
         after_import("torch._dynamo", _tell_dynamo)
     _names.add(name)
     if name in _made:
-        # The name has another operator now.
+        # The name belongs to a new operator now.
         _made.pop(name).destroy()
     if _handlers:
         _tell(name)
 
 
 class _Made:
-    """The operator with numbers in tensors that belongs to another one.
+    """The second operator for an operator, with numbers in tensors.
 
     Args:
-        operator: the other one.
-        results: names for its results, where it computes gradients and has none.
+        operator: the first operator.
+        results: names for its results, if it computes gradients and they have no names.
     """
 
     def __init__(self, operator: torch._ops.OpOverload, results: list[str] | None = None) -> None:
@@ -113,9 +113,9 @@ class _Made:
 
 
 def numbers_of(operator: torch._ops.OpOverload) -> dict[str, tuple[type, ...]]:
-    """Return the arguments that may be floating-point numbers, and the symbols that they are for.
+    """Return the arguments that may be floating-point numbers, and the symbols they cannot hold.
 
-    A Scalar holds the symbol of an integer as it is.
+    A Scalar can hold the symbol of an integer.
     """
     types = {it.name: str(it.real_type) for it in operator._schema.arguments}
     return {name: _TYPES[it] for name, it in types.items() if it in _TYPES}
@@ -130,7 +130,7 @@ def _with_tensor_numbers(operator: torch._ops.OpOverload) -> torch._ops.OpOverlo
 
 # ----------------------------------------------------------------------------------------- Dynamo
 
-# The handlers of Dynamo, by the functions that they are for: none where it is not loaded.
+# Dynamo's handlers, by function; empty until Dynamo is loaded.
 _handlers: list[dict[Any, Any]] = []
 
 
@@ -146,17 +146,14 @@ def _tell(name: str) -> None:
     try:
         operator = find(name)
     except AttributeError:
-        # It has ended with its library.
+        # The operator has ended with its library.
         return
     for function in (operator, operator._overloadpacket):
         _handlers[0][function] = _handle
 
 
 def _handle(called: Any, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker | None:
-    """Call an operator of Dynamo's program with tensors in place of numbers that vary.
-
-    None stands for an ordinary call.
-    """
+    """Trace a call with tensors in place of numbers that vary; return None for an ordinary call."""
     from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -189,7 +186,7 @@ def _handle(called: Any, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker 
 def _by_place(
     operator: torch._ops.OpOverload, given: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments as a call has them, by their places as far as all of those are given."""
+    """Return arguments as positional ones, up to the first that is missing, and keywords."""
     positional = []
     for argument in operator._schema.arguments:
         if argument.kwarg_only or argument.name not in given:
@@ -199,7 +196,7 @@ def _by_place(
 
 
 def _varies(variable: Any, types: tuple[type, ...]) -> bool:
-    """Return whether Dynamo leaves a number open, of which it knows the value in this call."""
+    """Return whether a number is symbolic, is no default, and has a known value in this call."""
     number: Any = getattr(variable, "sym_num", None)
     if not isinstance(number, types):
         return False
@@ -208,22 +205,22 @@ def _varies(variable: Any, types: tuple[type, ...]) -> bool:
 
 
 def _is_default(variable: Any) -> bool:
-    """Return whether a number is a function's default, which dynamic=True leaves open, too."""
+    """Return whether a number is a function's default, which dynamic=True makes symbolic, too."""
     from torch._dynamo.source import DefaultsSource
 
-    # Dynamo reads a number from the tensor that it has made of it.
+    # Dynamo reads a symbolic number from a tensor that it has made for it.
     given = [it.meta.get("grapharg") for it in variable.as_proxy().node.all_input_nodes]
     return any(it is not None and isinstance(it.source, DefaultsSource) for it in given)
 
 
 def _traced(number: Any) -> float:
-    """Return the number that a program is traced with, and guard that it is positive, or not."""
+    """Return the number that a program is traced with; guard whether it is positive."""
     bool(number > 0)
     return float(number.node.hint)
 
 
 def _is_ordinary(tx: Any, operator: torch._ops.OpOverload, given: dict[str, Any]) -> bool:
-    """Return whether the other operator can do what this one does in a call."""
+    """Return whether the second operator can replace an operator in a call."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
@@ -242,10 +239,10 @@ def _tensors_in(variables: Any) -> list[Any]:
 
 
 def _in_tensor(number: float) -> Tensor:
-    """Return a number in a tensor, by a product, which PyTorch keeps from becoming a constant."""
+    """Return a number in a tensor, as a product, which PyTorch does not turn into a constant."""
     return torch.ones((), dtype=torch.float64) * number
 
 
 def _draw_seed(query: Tensor) -> Tensor:
-    """Draw as operators do whose gradients are needed (csrc/ops/attention/parameters.cpp)."""
+    """Draw a seed as operators that need gradients do (csrc/ops/attention/parameters.cpp)."""
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)

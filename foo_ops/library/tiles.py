@@ -48,14 +48,14 @@ from foo_ops.library.vmap import make_row_reader, make_tile_rule
 
 # ------------------------------------------------------------------------------------- fake kernels
 
-# Make the fake kernels of ``f.out`` and ``f_``, which that of ``f`` tells.
+# Make the fake kernels of ``f.out`` and ``f_`` from that of ``f``.
 
 
 Fake = Callable[..., Any]
 
 
 def make_fake(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake | None:
-    """Make the fake kernel of ``f.out`` or ``f_``; None where the operator's author brings it."""
+    """Make the fake kernel of ``f.out`` or ``f_``; None if the operator's author provides it."""
     if any(p.role == "out" for p in parameters):
         return _fake_of_out(operator, parameters)
     if short_name(operator).endswith("_") and not _has_fake(operator):
@@ -84,7 +84,7 @@ def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
             _C.check_out(name, out, target, result, others)
         for out, target, result in zip(outs, targets, results):
             if not have_sizes(target.shape, result.shape):
-                # It is resized, and then alone in its memory.
+                # It will be resized, and then shares memory with no other tensor.
                 given[out] = None
         _C.check_written_memory(name, taken, [given.get(p.name) for p in parameters])
         for target, result in zip(targets, results):
@@ -98,7 +98,7 @@ def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
 def _functional(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
 ) -> torch._ops.OpOverload:
-    """Return the operator ``f`` of ``f.out``, which tells what the results are."""
+    """Return the operator ``f`` of ``f.out``, whose fake kernel gives the results."""
     functional = find(operator.name().partition(".")[0])
     inputs = [p for p in parameters if p.role != "out"]
     if (
@@ -150,7 +150,7 @@ def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Paramet
 def _twin(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
 ) -> torch._ops.OpOverload | None:
-    """Return the operator ``f`` beside ``f_``, whose results are what ``f_`` writes."""
+    """Return the operator ``f`` for ``f_``, if its results are the tensors that ``f_`` writes."""
     name = operator.name().partition(".")[0].removesuffix("_")
     if not torch._C._dispatch_has_kernel(name):
         return None
@@ -167,11 +167,11 @@ def _twin(
 
 # --------------------------------------------------------------------------- checks of fake kernels
 
-# Let the fake kernels of tile kernels refuse what the launcher refuses.
+# Let the fake kernels of tile kernels refuse the arguments that the launcher refuses.
 #
-# That is texts, numbers and lists, and tensors that are written where others are, too. Fake tensors
-# tell only of those that lie in one storage: of two storages that share memory, such as two arrays
-# of NumPy, nothing but the addresses would tell, and fake tensors have none.
+# These are strings, numbers and lists, and written tensors that share memory with others. Fake
+# tensors show sharing within one storage only: that two storages share memory, such as two NumPy
+# arrays, shows only in addresses, and fake tensors have none.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _Values:
     def calling(
         self, fake: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what the fake kernel does, and check in the order in which the launcher does."""
+        """Call the fake kernel, with checks in the order of the launcher."""
         given = {p.name: value for p, value in zip(self.parameters, args)} | kwargs
         values = [given.get(p.name) for p in self.parameters]
         _C.check_tile_values(self.name, self.cpp_parameters, values)
@@ -195,13 +195,13 @@ class _Values:
         return results
 
 
-# By the operator, and the dispatch key of the kernel.
+# By operator, then by the kernel's dispatch key.
 _values: dict[str, dict[str, _Values]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Remembered:
-    """A registration: it ends with that of the kernel."""
+    """An entry of `_values`, which ends with the kernel's registration."""
 
     name: str
     key: str
@@ -218,14 +218,14 @@ def remember_values(
     parameters: Sequence[Parameter],
     cpp_parameters: Sequence[Any],
 ) -> Remembered:
-    """Remember what the kernel of an operator takes, for its fake kernel."""
+    """Remember the parameters of an operator's kernel, for checks in its fake kernel."""
     values = _Values(short_name(operator), parameters, cpp_parameters)
     _values.setdefault(operator.name(), {})[key] = values
     return Remembered(operator.name(), key, values)
 
 
 def _values_of(name: str, arguments: Any) -> _Values | None:
-    """Return what the tile kernel takes that would be called; of no device, any of them."""
+    """Return the parameters of the tile kernel that would be called; on meta, those of any."""
     kernels = _values.get(name)
     if not kernels:
         return None
@@ -235,7 +235,7 @@ def _values_of(name: str, arguments: Any) -> _Values | None:
 
 
 def has_values(schema: torch._C.FunctionSchema) -> bool:
-    """Return whether there may be something to check."""
+    """Return whether a schema has arguments that may need checks."""
     types = [str(argument.real_type) for argument in schema.arguments]
     return schema.is_mutable or any(
         word in type_ for type_ in types for word in ("str", "number", "List[")
@@ -243,7 +243,7 @@ def has_values(schema: torch._C.FunctionSchema) -> bool:
 
 
 def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the fake kernel, with checks of its arguments where the kernel is a tile kernel."""
+    """Return the fake kernel, with checks of its arguments if the kernel is a tile kernel."""
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ class TileKernel(NumbaKernel):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether the function itself tells what it cannot use."""
+        """Whether the function itself finds out what it cannot use."""
         return self.refuse is not None and self.check is None
 
     def launcher(
@@ -343,7 +343,7 @@ class TileKernel(NumbaKernel):
     def _refusal(
         self, operator: torch._ops.OpOverload, seeds: Sequence[str], count: int
     ) -> Callable[..., None] | None:
-        """Return what is called with all arguments of the operator; results it does not get."""
+        """Return ``refuse`` as a function of all arguments of the operator, without its results."""
         if self.refuse is None:
             return None
         refuse = by_position(self.refuse)
@@ -362,12 +362,13 @@ class TileKernel(NumbaKernel):
         seeds: Sequence[str],
         count: int | None = None,
     ) -> tuple[int, ...]:
-        """Return which of the kernel's arguments, or of the first ones, another function names."""
+        """Return the positions, below ``count``, of the kernel arguments that a function names."""
         *names, _ = inspect.signature(self.function).parameters
-        # Before the tiles there is neither scratch memory nor a seed; after them some still.
+        # Before the tiles there are no seeds and no scratch memory; afterwards there are seeds and
+        # the scratch memory of a call.
         late = {*seeds, *self.scratch}
         if name == "check":
-            # Their contents could be others when the kernel reads them.
+            # The contents of lists could change before the kernel reads them.
             late |= self._lists(operator)
         if name == "finish":
             late = {name for name, scratch in self.scratch.items() if not scratch.per_call}
@@ -420,7 +421,7 @@ def tile_kernel(
     refuse: Callable[..., None] | None = None,
     scratch: Mapping[str, Scratch] | None = None,
 ) -> Any:
-    """Make a kernel of a function over arrays, for `register_kernel`.
+    """Make a kernel from a function over arrays, for `register_kernel`.
 
     The function is called with the operator's arguments in the order of its schema, then its
     results, then a range of tiles: ``function(input, weight, eps, output, rows)``. Numba compiles
@@ -430,50 +431,50 @@ def tile_kernel(
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
       ``row(i)``, elements ``x[i, j]`` and ``x.flat[i]`` (see foo_ops/kernels/lang/views.py).
       bfloat16 and float16 are read as float32 and rounded when they are written. An index that is a
-      negative constant counts from the end. No other one is compared with the shape, but under
-      `check_bounds`.
-    - A generator comes as an int64, a seed that is drawn from it for each call that is not refused,
-      or from the default one of the tensors' device: ``language.random(seed, index)``.
-    - float, int and bool come as float64, int64 and bool, what is missing as None; docs/kit.md has
-      all types. A float64 makes what it meets float64, but `foo_ops.language.cast` narrows it.
+      negative constant counts from the end. Other indices are not compared with the shape, except
+      under `check_bounds`.
+    - A generator comes as a seed, an int64, for ``language.random(seed, index)``. The seed is drawn
+      from the generator, or from the default one of the tensors' device, for each call that is not
+      refused.
+    - float, int and bool come as float64, int64 and bool, missing arguments as None; docs/kit.md
+      has all types. Arithmetic with a float64 gives float64; `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
-      shapes and numbers. They are not initialised. What it refuses is refused, and nothing is
-      written: by an operator that works in place, too, and where ``f_`` has no fake kernel, that of
-      ``f`` is asked.
-    - Of an operator that works in place the function gets the argument, which it changes. Where it
-      has a parameter more, it gets that argument once more in place of the result, so that one
-      function can serve ``f`` and ``f_``.
-    - Of an operator ``f.out`` it gets ``out`` in place of the result.
+      shapes and numbers. They are not initialised. If the fake kernel raises, the call raises and
+      nothing is written. This also holds for in-place operators; if ``f_`` has no fake kernel, that
+      of ``f`` is called.
+    - For an in-place operator the function changes the argument. If it has one parameter more, it
+      gets that argument again as the result, so that one function can serve ``f`` and ``f_``.
+    - For an operator ``f.out`` it gets ``out`` as the result.
 
-    What a tile is must not depend on which other tiles a call gets; then results are the same for
-    every number of threads. `foo_ops.language` has exponentials, sums that are vectorised, and
-    vectors. The function must not allocate, raise, or call Python.
+    A tile must not depend on the other tiles of its range; then results are equal for any number of
+    threads. `foo_ops.language` has exponentials, vectorised sums, and vectors. The function must
+    not allocate, raise, or call Python.
 
     Args:
-        function: the function; without it this is a decorator.
-        tiles: gives the number of tiles. By default it is the number of rows of the first tensor:
-            of all its dimensions but the last, multiplied.
-        contiguous_rows: give the function copies of those tensors whose last dimension has another
-            stride than 1, so that a row is adjacent elements: loops over it are vectorised best.
-            Without it a row has the stride that its tensor has.
-        finish: is called once when all tiles are done, on one thread, also where there are none:
-            for what is made of all tiles, such as a mean.
-        check: tells before anything is written whether what the tensors contain can be used, such
-            as indices. Tensors of integers or bools that it takes are copied first, so that the
-            function gets the numbers that were checked, whatever other threads do.
-        refuse: a Python function, which is called where it cannot, and raises what is wrong: a
-            ValueError, an IndexError, a TypeError or a RuntimeError. Without ``check``, the kernel
-            itself returns True, or False where a tile cannot use what it reads. That costs no pass
-            over the indices and no copy of them: on 2 threads, sums of bags with 20 rows of 128
-            bfloat16 take four fifths of the time. Such a kernel must use the number that it
-            compared, and not read it again; its operator must write to no argument but ``out``,
-            and draw no random numbers.
-        scratch: memory to work in, which the function gets as views after its results, by their
-            names: ``scratch={"sums": library.scratch(...)}``; see `scratch`.
+        function: the function; if omitted, returns a decorator.
+        tiles: returns the number of tiles. The default is the number of rows of the first tensor:
+            the product of all its dimensions but the last.
+        contiguous_rows: pass copies of tensors whose last dimension has a stride other than 1, so
+            that rows are contiguous: loops over them are vectorised best. By default a row has its
+            tensor's stride.
+        finish: called once on one thread when all tiles are done, even if there are none: for
+            results of all tiles, such as a mean.
+        check: returns, before anything is written, whether the kernel can use the tensors' values,
+            such as indices. Integer and bool tensors that it takes are copied first, so that the
+            function gets the values that were checked, whatever other threads do.
+        refuse: a Python function, called if the kernel cannot use them, which raises a ValueError,
+            an IndexError, a TypeError or a RuntimeError. Without ``check``, the kernel itself
+            returns True, or False if a tile cannot use what it reads. That costs no pass over the
+            indices and no copy of them: on 2 threads, sums of bags with 20 rows of 128 bfloat16
+            take four fifths of the time. Such a kernel must use the number that it compared, and
+            not read it again; its operator must write to no argument but ``out``, and draw no
+            random numbers.
+        scratch: scratch memory, which the function takes as views after its results, by name:
+            ``scratch={"sums": library.scratch(...)}``; see `scratch`.
 
-    ``tiles``, ``finish`` and ``check`` are compiled as well. Each gets those of the function's
-    arguments that it names, as in ``tiles=lambda output: output.size``. ``refuse`` does, too, but
-    for the results.
+    ``tiles``, ``finish`` and ``check`` are compiled as well. Each takes the function's arguments
+    that it names, as in ``tiles=lambda output: output.size``. So does ``refuse``, which gets no
+    results.
 
     Example:
         >>> foo_ops.library.define("mylib::row_sum", "(Tensor input) -> Tensor")
@@ -519,7 +520,7 @@ def _position_of_like(
     names: Sequence[str],
     kinds: Sequence[str],
 ) -> int:
-    """Return the argument in whose compute type scratch memory is."""
+    """Return the position of the argument whose compute type scratch memory has."""
     tensors = [argument for argument, kind in zip(names, kinds) if kind == "tensor"]
     if like not in tensors:
         raise TypeError(
@@ -530,7 +531,7 @@ def _position_of_like(
 
 
 def _fresh(operator: torch._ops.OpOverload) -> int:
-    """Count the results that are no arguments that are written."""
+    """Count the results that are not written arguments."""
     return sum(result.alias_info is None for result in operator._schema.returns)
 
 

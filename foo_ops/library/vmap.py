@@ -1,4 +1,4 @@
-"""Map operators under torch.vmap: in one call where that is possible, else by a loop."""
+"""Map operators under torch.vmap: in one call if possible, else by a loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foo_ops.library.operators import Parameter, find, keep, own_library, tensor
 Rule = Callable[..., tuple[Any, Any]]
 KEY = "FuncTorchBatched"
 DEFAULT_KEY = "FuncTorchBatchedDecomposition"
-"""It stands for `KEY` where nothing is registered for that: an author's rule replaces nothing."""
+"""Serves `KEY` where no rule is registered for `KEY` itself: an author's rule replaces nothing."""
 KEYS = (KEY, DEFAULT_KEY)
 
 
@@ -34,12 +34,12 @@ class _Defaults(torch.library.Library):
         super().impl(op_name, fn, DEFAULT_KEY, **options)
 
     def destroy(self) -> None:
-        """End with the library that keeps this one as a registration of its own."""
+        """End together with the library that keeps this one as a registration."""
         self._destroy()
 
 
 def register_default_vmap(name: str, rule: Rule, lib: torch.library.Library | None) -> None:
-    """Register the rule of a kernel, for an operator that has none."""
+    """Register a kernel's rule, unless the operator has one."""
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, it) for it in KEYS):
         defaults = _Defaults(name.partition("::")[0], "FRAGMENT")
         torch.library.register_vmap(name, rule, lib=defaults)
@@ -53,13 +53,13 @@ def register_vmap(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register as torch.library.register_vmap does, in place of the rule of a kernel of Numba.
+    """Register a rule as torch.library.register_vmap does; it replaces that of a Numba kernel.
 
     Args:
         op: the operator, such as ``"mylib::f"``.
         func: ``func(info, in_dims, *args, **kwargs)`` returns the results and where their mapped
-            dimensions are. Without it this is a decorator.
-        lib: the registration ends with it; without it, with the process.
+            dimensions are. If omitted, returns a decorator.
+        lib: the registration ends with this library; by default, with the process.
 
     Example:
         >>> foo_ops.library.define("mylib::negative", "(Tensor input) -> Tensor")
@@ -77,7 +77,7 @@ def register_vmap(
 
 
 def register_vmap_loop(name: str) -> None:
-    """Map an operator by a call for each element of the mapped dimension.
+    """Map an operator by one call per element of the mapped dimension.
 
     Example:
         >>> @torch.library.custom_op("mylib::sum_of_row", mutates_args=())
@@ -99,7 +99,7 @@ def make_loop(name: str) -> Rule:
 
 
 def make_loop_in_place(name: str) -> Rule:
-    """Make the rule of an operator that writes its arguments: a call for each of their parts."""
+    """Make the rule of an operator that writes its arguments: one call per mapped element."""
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any, **keywords: Any) -> Any:
         operator = find(name)
@@ -129,7 +129,7 @@ def _is_alias(argument: torch._C.Argument, result: torch._C.Argument) -> bool:
 
 
 def require_mapped(name: str, argument: str, in_dim: Any) -> None:
-    """Refuse to write to a tensor, or a list of them, that all elements of a map share."""
+    """Refuse to write to a tensor or list that is not mapped, and so shared by all elements."""
     if None in (in_dim if isinstance(in_dim, (list, tuple)) else [in_dim]):
         raise RuntimeError(
             f"{name}: {argument} is written, and must be mapped by torch.vmap as other arguments "
@@ -142,8 +142,8 @@ def register_vmap_rows(name: str, *rows: str) -> None:
 
     Args:
         name: the operator, whose results have the leading dimensions, too.
-        rows: names the arguments that have them. Where another one is mapped, there is a call for
-            each element of the mapped dimension.
+        rows: the arguments with leading dimensions. If another one is mapped, there is one call
+            per element of the mapped dimension.
 
     Example:
         >>> foo_ops.library.register_vmap_rows("foo::rms_norm", "input")
@@ -171,17 +171,17 @@ def register_vmap_rows(name: str, *rows: str) -> None:
 
 
 def in_front(tensor: Tensor, in_dim: int | None, count: int) -> Tensor:
-    """Move the mapped dimension to the front, or repeat what is not mapped."""
+    """Move the mapped dimension to the front, or expand a tensor that is not mapped."""
     return tensor.expand(count, *tensor.shape) if in_dim is None else tensor.movedim(in_dim, 0)
 
 
 def make_elementwise_rule(
     name: str, parameters: Iterable[Parameter], own: Iterable[str]
 ) -> Rule | None:
-    """Make the rule of an elementwise operator, which broadcasts as it does without a map.
+    """Make the rule of an elementwise operator; it broadcasts as the operator does without vmap.
 
     Args:
-        own: names the tensors that are not promoted to a common dtype.
+        own: the names of tensors that are not promoted to the common dtype.
     """
     parameters, own = list(parameters), set(own)
     if any(p.role == "out" for p in parameters):
@@ -210,12 +210,12 @@ def make_elementwise_rule(
 
 
 def in_first_place(results: Any) -> Any:
-    """Say that all results are mapped in their first dimension."""
+    """Return the mapped dimension of each result: 0 for a tensor."""
     return pytree.tree_map(lambda it: 0 if isinstance(it, Tensor) else None, results)
 
 
 def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:
-    """Return the dtype to which tensors are promoted, whose mapped dimensions do not count."""
+    """Return the dtype to which tensors are promoted, not counting their mapped dimensions."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
     logical = [
@@ -227,10 +227,10 @@ def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:
 
 
 def _aligned(tensor: Tensor, in_dim: int, rank: int, common: torch.dtype | None) -> Tensor:
-    """Move the mapped dimension before all that are broadcast."""
+    """Move the mapped dimension before all dimensions that are broadcast."""
     tensor = tensor.movedim(in_dim, 0)
     if common is not None and tensor.dim() == 1:
-        # A number does not promote tensors with dimensions; now it has one.
+        # A 0-d tensor does not promote tensors with dimensions; with the mapped one it would.
         tensor = tensor.to(common)
     missing = rank - tensor.dim() + 1
     return tensor.reshape(tensor.shape[0], *(1,) * missing, *tensor.shape[1:])
@@ -243,9 +243,10 @@ def vmap_by_loop(
     *inputs: Any,
     **keywords: Any,
 ) -> tuple[Any, Any]:
-    """Return what a function for register_vmap does: the results, stacked, and where.
+    """Call an operator once per element; return the stacked results and their mapped dimensions.
 
-    A result that is no tensor is that of the first call.
+    A function for `register_vmap` can return this pair. A result that is no tensor is that of the
+    first call.
 
     Example:
         >>> @torch.library.custom_op("mylib::norm_of_row", mutates_args=())
@@ -274,14 +275,14 @@ def vmap_by_loop(
 
 
 def _element(argument: Any, in_dim: Any, index: int) -> Any:
-    """Return what one call of a loop takes: of a list, from each tensor."""
+    """Return one call's element of an argument, or of each tensor in a list."""
     if isinstance(in_dim, (list, tuple)):
         return [_element(it, its_dim, index) for it, its_dim in zip(argument, in_dim)]
     return argument if in_dim is None else argument.select(in_dim, index)
 
 
 def meta_element(argument: Any, in_dim: Any) -> Any:
-    """Return what one call of a loop takes, on the device meta, for a fake kernel."""
+    """Return one call's element of an argument on device meta, for a fake kernel."""
     if isinstance(in_dim, (list, tuple)):
         return list(map(meta_element, argument, in_dim))
     if not isinstance(argument, Tensor):
@@ -298,7 +299,7 @@ def _mapped_over_nothing(
     inputs: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Return what a loop without calls does: the fake kernel tells what a call would return."""
+    """Return the empty results of a loop without calls; the fake kernel gives shapes and dtypes."""
 
     device = tensors_in(inputs)[0].device
 
@@ -316,9 +317,9 @@ def _mapped_over_nothing(
 # Map operators that draw random numbers, as the argument ``randomness`` of torch.vmap says.
 
 
-# Of all calls under torch.vmap, also of those whose tensors are not mapped.
+# The key of all calls under torch.vmap, even if no tensor is mapped.
 _MODE = DispatchKey.FuncTorchVmapMode
-# In the words of torch's own random operators.
+# The message of torch's own random operators.
 _REFUSAL = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
     "'different' randomness flags on vmap or perform the randomness operation out of vmap"
@@ -328,7 +329,7 @@ _REFUSAL = (
 def register_random_vmap(
     operator: torch._ops.OpOverload, lib: torch.library.Library | None
 ) -> None:
-    """Refuse a call under ``randomness="error"``; let "different" map a call that maps nothing."""
+    """Refuse calls under ``randomness="error"``; under "different", map those that map nothing."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -350,7 +351,7 @@ def register_random_vmap(
 
 
 class _Registration:
-    """Ends with the library of the operator."""
+    """A registration that ends with the operator's library."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self._library = library
@@ -373,9 +374,9 @@ def _mapped(args: tuple[Any, ...], size: int, level: int) -> tuple[Any, ...]:
 
 
 def make_random_loop(name: str, parameters: tuple[Parameter, ...]) -> Rule:
-    """Make the rule of an operator with a generator: a call for each element.
+    """Make the rule of an operator with a generator: one call per element.
 
-    For the same numbers in all of them the generator is put back before each but the first.
+    Under ``randomness="same"`` the generator is reset before each call.
     """
     generators = [parameter.name for parameter in parameters if parameter.kind == "generator"]
 
@@ -407,10 +408,10 @@ def _default(device: torch.device) -> torch.Generator:
 
 # ----------------------------------------------------------------- kernels of rows, in their source
 
-# Read in a tile kernel's source whether it computes each row on its own.
+# Find out from a tile kernel's source whether it computes each row on its own.
 
 
-# These look at a tensor's dtype alone.
+# Functions of foo_ops.language that use only a tensor's dtype.
 _OF_DTYPE = ("cast", "lanes", "zero")
 _KNOWN_EVERYWHERE = ("ndim", "dtype")
 
@@ -420,14 +421,15 @@ def row_dimensions(
 ) -> dict[str, int | None] | None:
     """Return how many dimensions of each tensor lie within a row; None for one that is read whole.
 
-    A kernel works by rows if its tiles are used in ``for row in rows`` alone and ``row`` in
-    ``x.row(row)``, ``x.flat[row]`` or ``x[row, ...]``, if what is written is accessed in no other
-    way, and if it asks for no size that depends on the number of rows. Else the result is None.
+    A kernel works by rows if it uses its tiles only in ``for row in rows``, and ``row`` only in
+    ``x.row(row)``, ``x.flat[row]`` or ``x[row, ...]``; if it accesses the tensors that it writes in
+    no other way; and if it uses no size that depends on the number of rows. Otherwise the result
+    is None.
 
     Args:
         function: the kernel, whose last argument is the range of tiles.
         tensors: the names of its tensors.
-        written: those of them that it writes.
+        written: the names of those that it writes.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -525,16 +527,16 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 # ----------------------------------------------------------------------------- rows of tile kernels
 
-# What an operator does with the rows of its tensors, as its tile kernel says.
+# How an operator uses the rows of its tensors, according to its tile kernel.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How many dimensions of each tensor lie within a row; None for one that is read whole.
+    """Number of dimensions of each tensor within a row; None for a tensor that is read whole.
 
     Attributes:
-        arguments: of those that are tensors, by their names in the schema.
-        results: in their order.
+        arguments: for each tensor argument, by its name in the schema.
+        results: for each result, in order.
     """
 
     arguments: dict[str, int | None]
@@ -542,29 +544,29 @@ class Rows:
 
 
 RowReader = Callable[[], Rows | None]
-"""Looks into a kernel's source; None for an operator that does not compute each row on its own."""
+"""Reads a kernel's source; returns None if the operator does not compute each row on its own."""
 
 
 def make_row_reader(
     operator: torch._ops.OpOverload, function: Callable[..., Any] | None, names: Sequence[str]
 ) -> RowReader:
-    """Make what looks into a kernel's source when it is needed: it takes too long for an import.
+    """Make a reader of a kernel's source, which runs on first use: it is too slow for an import.
 
     Args:
-        function: the kernel; None for one whose tiles are no rows.
-        names: its arguments, those of the operator and then the results.
+        function: the kernel; None if its tiles are not rows.
+        names: the kernel's parameters: the operator's arguments, then the results.
     """
     arguments, returns = operator._schema.arguments, operator._schema.returns
     own = {it.name: name for it, name in zip(arguments, names) if "Tensor" in str(it.type)}
     results = list(names[len(arguments) :])
-    # A result that is an argument, where the function has no name for it of its own.
+    # The function has no parameters for results: each result is an argument that it writes.
     results = results or [_alias(it, arguments, names) for it in returns]
     written = [*(own[it.name] for it in arguments if it.is_write), *results]
 
     @functools.cache
     def read() -> Rows | None:
         found = function and row_dimensions(function, [*own.values(), *results], written)
-        # The first tensor has the rows that are counted.
+        # The number of rows is that of the first tensor.
         if not found or found[next(iter(own.values()))] != 1:
             return None
         of_arguments = {argument: found[name] for argument, name in own.items()}
@@ -590,7 +592,7 @@ def _alias(result: Any, arguments: Sequence[Any], names: Sequence[str]) -> str:
 def make_tile_rule(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter], read: RowReader
 ) -> Rule | None:
-    """Make the rule of a tile kernel; ``f.out`` has none, as PyTorch's have none."""
+    """Make the rule of a tile kernel; ``f.out`` has none, like PyTorch's out variants."""
     name, is_mutable = operator.name(), operator._schema.is_mutable
     if any(parameter.kind == "generator" for parameter in parameters):
         return None if is_mutable else make_random_loop(name, tuple(parameters))
@@ -630,10 +632,11 @@ def _more_rows(
     in_dims: Sequence[Any],
     inputs: Sequence[Any],
 ) -> tuple[list[Any], int | None] | None:
-    """Make the mapped dimension a part of the first one of rows, whose size comes with the inputs.
+    """Merge the mapped dimension into the first dimension of rows; return the inputs and its size.
 
-    So tensors keep the number of dimensions that kernels and fake kernels may ask for; those of one
-    row get one more. None where something else is mapped, or rows would be broadcast.
+    Tensors thus keep their number of dimensions, on which kernels and fake kernels may depend; a
+    tensor of a single row gets one more. Returns None if another tensor is mapped, or if rows would
+    be broadcast.
     """
     names = [argument.name for argument in operator._schema.arguments]
     more, before = list(inputs), set()
@@ -652,7 +655,7 @@ def _more_rows(
 
 
 def _shape_of_more(result: Tensor, size: int, first: int | None) -> list[int] | None:
-    """Return what shape a result must have with more rows; None if it has no dimension of rows."""
+    """Return a result's shape with the merged rows; None if it has no dimension of rows."""
     if first is None:
         return [size, *result.shape]
     if result.dim() == 0 or result.shape[0] != first:
@@ -663,7 +666,7 @@ def _shape_of_more(result: Tensor, size: int, first: int | None) -> list[int] | 
 def _shapes_of(
     operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[list[int]] | None:
-    """Return the shapes of the results; None where the fake kernel refuses so many rows."""
+    """Return the shapes of the results; None if the fake kernel refuses this many rows."""
     arguments = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), arguments)
     try:
         return [list(result.shape) for result in tensors_in(operator(*arguments, **keywords))]

@@ -77,7 +77,7 @@ def complex_gradient(grad: Any, z: Any) -> Any:
 
 
 def complex_second_gradient(grad_grad: Any, grad: Any, z: Any) -> Any:
-    """Differentiate z / |z|: what is across z turns it, by 1 / |z|."""
+    """Differentiate z / |z|: the component across z rotates it, by 1 / |z|."""
     size = modulus_scaled(z)
     if size == 0.0:
         return 0.0 * z, 0.0 * z

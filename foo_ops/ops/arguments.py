@@ -27,7 +27,7 @@ def require_floating(operator: str, **tensors: Tensor | None) -> None:
 
 
 def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor) -> None:
-    """Require float64 beside float64, and one of the others beside one of the others."""
+    """Require float64 exactly when ``like`` is float64."""
     is_double = like.dtype == torch.float64
     allowed = "float64" if is_double else "float16, bfloat16 or float32"
     for name, tensor in tensors.items():
@@ -39,7 +39,7 @@ def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor
 
 
 def require_sums(operator: str, of: str, like: Tensor, **tensors: Tensor | None) -> None:
-    """Require the dtype that sums of an argument, which is called ``of``, are kept in."""
+    """Require the dtype in which sums of ``like``, the argument called ``of``, are kept."""
     wanted = compute_type(like.dtype)
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != wanted:
@@ -56,7 +56,7 @@ def require_rows(operator: str, **tensors: Tensor) -> None:
 
 
 def require_shape(operator: str, name: str, tensor: Tensor, shape: Sizes, reason: str) -> None:
-    """Require a shape; ``reason`` says whose that is: "as input has"."""
+    """Require a shape; ``reason`` names its source, as in "as input has"."""
     if not have_sizes(tensor.shape, shape):
         raise ValueError(
             f"{operator}: {name} must have shape {list(shape)} {reason}, got {list(tensor.shape)}"
@@ -64,7 +64,7 @@ def require_shape(operator: str, name: str, tensor: Tensor, shape: Sizes, reason
 
 
 def require_like(operator: str, name: str, tensor: Tensor, of: str, like: Tensor) -> None:
-    """Require the shape and the dtype of another argument, which is called ``of``."""
+    """Require the shape and the dtype of ``like``, the argument called ``of``."""
     require_shape(operator, name, tensor, like.shape, f"as {of} has")
     if tensor.dtype != like.dtype:
         raise TypeError(
@@ -86,12 +86,12 @@ def require_device(operator: str, **tensors: Tensor | None) -> None:
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are kept in: float32, or float64 for float64."""
+    """Return the dtype in which sums are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor can be looked into: not where it is fake or traced, nor under torch.vmap."""
+    """Whether a tensor's values can be read: not if it is fake or traced, nor under torch.vmap."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     is_traced = torch._C._len_torch_dispatch_stack() > 0
     return type(tensor) is Tensor and not tensor.is_meta and not is_wrapped and not is_traced

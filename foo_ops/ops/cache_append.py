@@ -1,4 +1,4 @@
-"""foo::cache_append writes new keys and values into a cache, behind those that are there."""
+"""foo::cache_append writes new keys and values into a cache, after the earlier ones."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def cache_append(
 
     Args:
         key_cache, value_cache: (B, Hkv, S, D) and (B, Hkv, S, Dv), any strides; with block_table
-            pages, (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv). Of 16, 32
-            or 64 bits floating-point, integers or bool.
+            pages, (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).
+            Floating-point of 16, 32 or 64 bits, integers or bool.
         key, value: (B, Hkv, new, D) and (B, Hkv, new, Dv); with block_table (B, new, Hkv, D) and
             (B, new, Hkv, Dv). Of the caches' dtypes.
         positions: (B,), int32 or int64: where the first new key of each sequence goes; the others
             follow.
-        block_table: (B, blocks), int32 or int64: the blocks that hold a sequence's keys, one after
-            the other. Those that are written must belong to one sequence only.
+        block_table: (B, blocks), int32 or int64: the blocks that hold a sequence's keys, in order.
+            Blocks that are written must belong to one sequence only.
 
     Raises:
         ValueError: for shapes that do not fit, and for positions or blocks outside of the cache;
@@ -61,7 +61,7 @@ def cache_append(
 
 
 def count_tiles(key: Any) -> int:
-    """Count the parts of key whose rows go to one place and those behind it."""
+    """Count the parts of key whose rows go to consecutive places."""
     return key.shape[0] * key.shape[1] if key.shape[2] > 0 else 0
 
 
@@ -87,7 +87,7 @@ def is_inside(key_cache: Any, key: Any, positions: Any, block_table: Any) -> boo
 
 
 def refuse(key_cache: Tensor, key: Tensor, positions: Tensor, block_table: Tensor | None) -> None:
-    """Raise what is wrong with places that are not `is_inside`."""
+    """Raise the error for places that `is_inside` rejects."""
     new = key.shape[2] if block_table is None else key.shape[1]
     capacity = key_cache.shape[2]
     if block_table is not None:
@@ -113,7 +113,7 @@ def refuse(key_cache: Tensor, key: Tensor, positions: Tensor, block_table: Tenso
 def copy_rows(
     source: Any, batch: Any, outer: Any, cache: Any, block: Any, row: Any, first: Any
 ) -> None:
-    """Copy source[batch, outer] to the rows of cache[block, row] from the first on."""
+    """Copy source[batch, outer] to cache[block, row], from its row ``first`` on."""
     step = language.lanes(source)
     size = source.shape[3]
     whole = size - size % step

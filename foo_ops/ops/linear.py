@@ -22,7 +22,8 @@ library.define(
     "(Tensor input, Tensor weight, Tensor? bias=None, *, str activation) -> Tensor",
     tags=TAGS,
 )
-# The gradient of what does not require one has size 0, and what nothing needs is not saved.
+# The gradient of a tensor that requires none has size 0. A tensor that no gradient needs is not
+# saved.
 library.define(
     "foo::linear_backward",
     "(Tensor grad_output, Tensor? input, Tensor? weight, *, bool input_requires_grad=True, "
@@ -42,8 +43,8 @@ def linear(
         weight: (N, K), of input's dtype, any strides.
         bias: (N,), of input's dtype.
         activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``, as in
-            `torch.nn.functional`, applied to the sums while they are in the caches. Where
-            gradients are recorded, it is a second step, which saves its input for them.
+            `torch.nn.functional`, applied to the sums while they are in the caches. If gradients
+            are recorded, it is a second step, which saves its input for them.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. float16 and bfloat16 are summed up in
@@ -131,15 +132,15 @@ def composite_backward(
 def are_recorded(*inputs: Tensor | None) -> bool:
     """Whether gradients of an operator's inputs are recorded.
 
-    A product that is finished in one pass does not leave what its gradients need: alone it would
-    compute the product once more, up to a third of the work of its backward pass. A graph that
-    torch.compile traces keeps the one operator: the composite's checks are in C++.
+    The fused operators do not save the product, which their gradients need: they would have to
+    compute it again, up to a third of the work of the backward pass. A graph that torch.compile
+    traces keeps the fused operator, since the composite's checks are in C++.
     """
     return not torch.compiler.is_compiling() and any_requires_grad(*inputs)
 
 
 def any_requires_grad(*inputs: Tensor | None) -> bool:
-    """Whether an operator's results will have gradients, where it has any."""
+    """Whether an operator's results will require gradients, if it has derivatives."""
     return torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in inputs)
 
 
@@ -168,7 +169,7 @@ library.register_autograd("foo::linear_backward", composite=composite_backward)
 
 @library.register_sharding("foo::linear")
 def sharding(input: Any, weight: Any, bias: Any = None) -> str:
-    # Cut along k, each process would add the bias.
+    # Sharded along k, each process would add the bias.
     return "... k, n k, . -> ... n" if bias is None else "... ., n ., n -> ... n"
 
 
@@ -179,7 +180,7 @@ def activation_sharding(input: Any, weight: Any, bias: Any = None, **_: Any) -> 
 
 @library.register_sharding("foo::linear_backward")
 def backward_sharding(*inputs: Any, bias_requires_grad: bool = False, **_: Any) -> str:
-    # Cut along k, each process would compute all of the bias's gradient.
+    # Sharded along k, each process would compute all of the bias's gradient.
     k = "." if bias_requires_grad else "k"
     return f"... n, ... {k}, n {k} -> ... {k}, n {k}, n"
 
@@ -198,7 +199,7 @@ def product_flops(rows_shape: torch.Size, columns: int) -> int:
 @library.register_flops("foo::linear")
 @library.register_flops("foo::linear_activation")
 def flops(input_shape: torch.Size, weight_shape: torch.Size, *bias: Any, **_: Any) -> int:
-    """Count one product of matrices, without the bias, as torch counts."""
+    """Count one matrix product, without the bias, as torch does."""
     return product_flops(input_shape, weight_shape[0])
 
 

@@ -1,4 +1,4 @@
-"""foo::linear_int4 multiplies rows by weights of 4 bits, which models decode with."""
+"""foo::linear_int4 multiplies rows by weights of 4 bits, as for decoding."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def linear_int4(
 ) -> Tensor:
     """Compute ``input @ ((integers - zero) * scale).T + bias`` with integers of 4 bits.
 
-    Few rows read an eighth of the memory that weights of float32 take, and scale and zero.
-    `quantize_weight` makes ``weight``, ``scale`` and ``zero``, and tells how integers lie in bytes.
+    For few rows, it reads an eighth of the memory of float32 weights, besides scale and zero.
+    `quantize_weight` makes ``weight``, ``scale`` and ``zero``, and documents how they are packed.
 
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
-        weight: (N, K / 2), uint8, two integers in each; fastest where the elements of a row are
+        weight: (N, K / 2), uint8, two integers in each; fastest if the elements of a row are
             adjacent.
         scale: (N, K / group_size), of input's dtype.
         zero: (N, K / group_size), of input's dtype. It need not be an integer.
         bias: (N,), of input's dtype.
-        group_size: 32, 64 or 128 elements of a row that have a scale and a zero.
+        group_size: 32, 64 or 128 elements of a row that share a scale and a zero.
 
     Returns:
-        A contiguous tensor (..., N) of input's dtype. Weights are computed in float32 (float64 for
-        float64), and so are the sums, which are rounded once, the bias included. Up to 8 rows of
-        the other dtypes are multiplied in integers: numbers of a group of input are rounded to
-        multiples of a power of two, which the largest magnitude of the group is at least 16 256
-        (bfloat16) or 4 161 536 times (float16, float32); those of bfloat16 are exact down to a 64th
-        of the largest. Where bfloat16 is multiplied as such (AVX512-BF16, AMX), more rows take
-        weights that are rounded to bfloat16, as all gradients for a bfloat16 or float16 input take
-        rounded weights. The result does not depend on the number of threads. Has gradients for
-        input, scale, zero and bias, of every order.
+        A contiguous tensor (..., N) of input's dtype. Weights and sums are computed in float32
+        (float64 for float64); the sums are rounded once, the bias included. Up to 8 rows of the
+        other dtypes are multiplied in integers: each group of input is rounded to multiples of a
+        power of two, and its largest magnitude is at least 16 256 (bfloat16) or 4 161 536 (float16,
+        float32) times that power; bfloat16 numbers are exact down to a 64th of the largest. If the
+        processor multiplies bfloat16 itself (AVX512-BF16, AMX), more rows use weights that are
+        rounded to bfloat16. All gradients for a bfloat16 or float16 input use rounded weights. The
+        result does not depend on the number of threads. Has gradients for input, scale, zero and
+        bias, of every order.
 
     Raises:
         ValueError: for shapes that do not fit together, and other group sizes.
@@ -139,7 +139,7 @@ library.register_autograd(
 
 @library.register_sharding("foo::linear_int4")
 def sharding(input: Any, weight: Any, scale: Any, zero: Any, bias: Any = None, **_: Any) -> str:
-    # Cut along k, each process would add the bias.
+    # Sharded along k, each process would add the bias.
     if bias is None:
         return "... k, n k, n k, n k, . -> ... n"
     return "... ., n ., n ., n ., n -> ... n"
@@ -152,5 +152,5 @@ library.register_autocast("foo::linear_int4")
 
 @library.register_flops("foo::linear_int4")
 def flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Count one product of matrices, without scale, zero and bias."""
+    """Count one matrix product, without scale, zero and bias."""
     return product_flops(input_shape, weight_shape[0])

@@ -1,4 +1,4 @@
-"""foo::linear_int8 multiplies rows by weights of 8 bits, which models decode with."""
+"""foo::linear_int8 multiplies rows by weights of 8 bits, as for decoding."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ library.define(
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``input @ weight.T * scale + bias`` with integers of 8 bits.
 
-    Few rows read a quarter of the memory that weights of float32 take. `quantize_weight` makes
+    For few rows, it reads a quarter of the memory of float32 weights. `quantize_weight` makes
     ``weight`` and ``scale``.
 
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
-        weight: (N, K), int8; fastest where the elements of a row are adjacent.
+        weight: (N, K), int8; fastest if the elements of a row are adjacent.
         scale: (N,), of input's dtype.
         bias: (N,), of input's dtype.
 
@@ -35,7 +35,7 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         A contiguous tensor (..., N) of input's dtype. Products with the integers, which are exact
         in bfloat16, are summed up in float32 (float64 for float64), scaled, and rounded once, the
         bias included. The result does not depend on the number of threads. Has gradients for input,
-        scale and bias, of every order; those for a bfloat16 or float16 input take weights that are
+        scale and bias, of every order; those for a bfloat16 or float16 input use weights that are
         rounded to its dtype.
 
     Raises:
@@ -87,7 +87,7 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def grad_of_weight(grad_output: Tensor, input: Tensor) -> Tensor:
-    """Return (N, K) in the compute type, since elements of it are summed up."""
+    """Return the gradient, (N, K), in the compute type, since its elements are summed."""
     wide = torch.promote_types(input.dtype, torch.float32)
     rows, columns = (rows_of(it).to(wide) for it in (grad_output, input))
     return linear(rows.t(), columns.t())
@@ -108,7 +108,7 @@ library.register_autograd(
 
 @library.register_sharding("foo::linear_int8")
 def sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
-    # Cut along k, each process would add the bias.
+    # Sharded along k, each process would add the bias.
     return "... k, n k, n, . -> ... n" if bias is None else "... ., n ., n, n -> ... n"
 
 
@@ -119,5 +119,5 @@ library.register_autocast("foo::linear_int8")
 
 @library.register_flops("foo::linear_int8")
 def flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Count one product of matrices, without scale and bias."""
+    """Count one matrix product, without scale and bias."""
     return product_flops(input_shape, weight_shape[0])

@@ -23,7 +23,7 @@ def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Te
     """Compute ``silu(input @ gate_weight.T) * (input @ up_weight.T)``.
 
     Neither product is ever in memory as a whole, unless gradients are recorded: then both are
-    computed first, and saved.
+    computed first and saved.
 
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
@@ -72,5 +72,5 @@ def sharding(input: Any, gate_weight: Any, up_weight: Any) -> str:
 
 @library.register_flops("foo::linear_silu_mul")
 def flops(input_shape: torch.Size, gate_shape: torch.Size, up_shape: torch.Size, **_: Any) -> int:
-    """Count two products of matrices."""
+    """Count two matrix products."""
     return 2 * product_flops(input_shape, gate_shape[0])

@@ -1,4 +1,4 @@
-"""Make the weights of foo::linear_int8 and foo::linear_int4, and make numbers of them again."""
+"""Quantize weights for foo::linear_int8 and foo::linear_int4, and dequantize them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foo_ops.ops.arguments import require_device, require_like
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
-# Rows that are in float64 at a time.
+# Rows that are converted to float64 at a time.
 ROWS = 256
 
 
@@ -28,21 +28,21 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     integer, such that 0 to 15 span the group and 0.0: ``weight[n, k] = (integer[n, k] - zero[n, g])
     * scale[n, g]`` with ``g = k // group_size``. In both, 0.0 stays 0.0.
 
-    Integers of 4 bits lie two in a byte, each group by itself: byte ``j`` of a group has the
-    integer of its element ``j`` in the lower bits, and that of its element ``group_size / 2 + j``
-    in the upper ones. So the lower ones of adjacent bytes belong to adjacent elements, and the
-    upper ones too, which vectors unpack without a shuffle.
+    Integers of 4 bits are packed two in a byte, within each group: byte ``j`` of a group has the
+    integer of element ``j`` in the lower bits, and that of element ``group_size / 2 + j`` in the
+    upper bits. So the lower bits of adjacent bytes belong to adjacent elements, and so do the upper
+    bits: vectors unpack them without a shuffle.
 
     Args:
-        weight: (N, K), float16, bfloat16, float32 or float64, finite. On the meta device, of fake
-            tensors and in compiled graphs numbers are not looked at.
+        weight: (N, K), float16, bfloat16, float32 or float64, finite. Values are not checked on the
+            meta device, in fake tensors and in compiled graphs.
         bits: 8 or 4.
         group_size: 32, 64 or 128 with 4 bits, of which K must be a multiple; None with 8 bits.
 
     Returns:
         With 8 bits weight (N, K) int8 and scale (N,); with 4 bits weight (N, K / 2) uint8, and
-        scale and zero (N, K / group_size). Scale and zero are of weight's dtype; a scale is rounded
-        up to it, so that no integer is too large, or down where 127 or 15 times it is infinite.
+        scale and zero (N, K / group_size). Scale and zero are of weight's dtype. A scale is rounded
+        up, so that no integer is too large, or down if 127 or 15 times the scale is infinite.
 
     Raises:
         ValueError: for other bits or group sizes, a K that is no multiple of the group, another
@@ -59,7 +59,7 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     """
     _check(weight, bits, group_size)
     quantize = _to_int8 if group_size is None else partial(_to_int4, group_size=group_size)
-    # A graph is run with numbers; else, where there are none, all rows take no memory either.
+    # A graph is run with values later; tensors without values take no memory, however many rows.
     at_once = not torch.compiler.is_compiling() and _has_no_numbers(weight)
     blocks = [weight.detach()] if at_once else weight.detach().split(ROWS)
     parts = [quantize(rows.double(), dtype=weight.dtype) for rows in blocks]
@@ -98,7 +98,7 @@ def unpack_integers(weight: Tensor, groups: int) -> Tensor:
     if weight.dtype == torch.int8:
         return weight
     pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // torch.sym_max(groups, 1))
-    # Of a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
+    # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
     return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
 
 
@@ -175,7 +175,7 @@ def _require_floating(function: str, name: str, tensor: Tensor) -> None:
 
 
 def _has_no_numbers(weight: Tensor) -> bool:
-    """Whether none can be read, on the meta device or while a graph is made."""
+    """Whether a weight's values cannot be read: on the meta device, or while a graph is made."""
     return torch.compiler.is_compiling() or weight.is_meta or is_fake(weight)
 
 
@@ -199,7 +199,7 @@ def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tenso
     scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, INT4_LARGEST, dtype)
     step = scale.double()
     zero = (-lowest / step).round()
-    # Where zero was rounded, one of the ends is beyond the weights and may be infinite.
+    # If zero was rounded, one end of the range is beyond the weights and may be infinite.
     below, above = (end - _overflows(end, scale).double() for end in (zero, INT4_LARGEST - zero))
     steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
     integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
@@ -208,9 +208,9 @@ def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tenso
 
 
 def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Round up to a dtype, or down where so many steps would be infinite in it.
+    """Round up to a dtype, or down if ``steps`` times the scale would be infinite in it.
 
-    What has only zeros may have any scale.
+    A row or group of zeros may have any scale.
     """
     info = torch.finfo(dtype)
     nearest = exact.to(dtype)

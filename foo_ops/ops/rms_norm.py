@@ -2,7 +2,7 @@
 
     output = input / sqrt(mean(input^2) + eps) * weight
 
-(Zhang and Sennrich 2019, equation 4), and the same of a sum, as between the blocks of a model.
+(Zhang and Sennrich 2019, equation 4), and the same for a sum, as between the layers of a model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ library.define(
     "-> (Tensor grad_input_and_residual, Tensor grad_weight)",
     tags=TAGS,
 )
-# The gradient of the weight is summed over parts of the rows, which are added up last, so that it
-# is the same for every number of threads.
+# The gradient of the weight is summed over parts of the rows, which are added at the end, so that
+# it is equal for any number of threads.
 MOST_PARTS = 64
 
 
@@ -57,7 +57,7 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) 
         input: (..., D), floating-point, any strides. float16 and bfloat16 are computed in float32
             and rounded once.
         weight: (D,), floating-point; also float32 beside input in half precision.
-        eps: is added to the mean of the squares.
+        eps: added to the mean of the squares.
 
     Returns:
         A contiguous tensor of input's shape and dtype. Has gradients for input and weight.
@@ -129,7 +129,7 @@ def add_kernel(
         total = language.zero(input)
         for i in range(size):
             s[i] = x[i] + r[i]
-            # The sum is normalised as it was rounded.
+            # The rounded sum is normalised.
             total = language.accumulate(total, s[i] * s[i])
         write_normalised(s, total, size, weight, eps, y)
 
@@ -162,7 +162,7 @@ def differentiate_rows(
     grad_output: Any, input: Any, weight: Any, grad_sum: Any, eps: Any,
     grad_input: Any, sums_of_parts: Any, parts: Any,
 ) -> None:  # fmt: skip
-    """With r = 1 / sqrt(mean(x^2) + eps) and g = grad_output * weight:
+    """Differentiate rows, with r = 1 / sqrt(mean(x^2) + eps) and g = grad_output * weight.
 
     grad_input = r * g - x * r^3 * mean(g * x) + grad_sum.
     """
@@ -362,15 +362,15 @@ library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
 library.register_nested_rows("foo::rms_norm", "input")
 library.register_nested_rows("foo::add_rms_norm", "input", "residual")
 
-# The kernels of the forward pass tell by their source that they work by rows. Each process sums the
-# gradient of the weight over its rows, in parts that nobody else looks at.
+# The sources of the forward kernels show that they work by rows. Each process sums the gradient of
+# the weight over its own rows, in parts of its own.
 library.register_sharding("foo::rms_norm_backward", "... ., ... ., . -> ... ., .")
 library.register_sharding("foo::add_rms_norm_backward", "... ., ... ., ... ., . -> ... ., .")
 
 
 @library.register_flops("foo::rms_norm", takes_tensors=True)
 def flops(input: Tensor, weight: Tensor | None = None, **_: Any) -> int:
-    """Count what is done for each element, not what is done once for a row."""
+    """Count the operations for each element, without those for each row."""
     return (3 if weight is None else 4) * input.numel()
 
 
@@ -381,7 +381,7 @@ def add_flops(input: Tensor, residual: Tensor, weight: Tensor | None = None, **_
 
 @library.register_flops("foo::rms_norm_backward", takes_tensors=True)
 def backward_flops(grad_output: Tensor, input: Tensor, weight: Tensor | None, **_: Any) -> int:
-    """Count two sums over the row, and the gradient; with a weight also its own."""
+    """Count two sums over the row, and the gradient; with a weight, its gradient, too."""
     return (7 if weight is None else 12) * input.numel()
 
 

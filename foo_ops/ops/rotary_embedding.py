@@ -21,17 +21,17 @@ from foo_ops.ops.arguments import (
 
 # ------------------------------------------------------------------------------------------ indices
 
-# Find elements, in kernels whose arrays have any number of dimensions and any strides.
+# Find elements of arrays with any number of dimensions and any strides.
 
 
 def offset_of(view: Any, of: Any, number: Any, trailing: Any) -> Any:
-    """Return the offset of an element of a view, by its number in the order of rows.
+    """Return the offset of an element of a view, by its number in row-major order.
 
     Args:
-        view: is broadcast over the leading dimensions of another.
-        of: the other, whose elements are counted; it may be the view itself.
+        view: a view that is broadcast over the leading dimensions of ``of``.
+        of: the view whose elements are counted; it may be ``view`` itself.
         number: counts over all dimensions of ``of`` but the trailing ones.
-        trailing: how many these are.
+        trailing: the number of trailing dimensions.
     """
     offset = 0
     for back in range(trailing + 1, of.ndim + 1):
@@ -44,10 +44,10 @@ def offset_of(view: Any, of: Any, number: Any, trailing: Any) -> Any:
 
 # ------------------------------------------------------------------------------------- the operator
 
-# A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
+# A pair of elements (a, b) of a row is rotated by an angle: (a cos - b sin, a sin + b cos).
 
 
-# inverse: by the angles' negatives, which is what the gradient needs.
+# inverse: rotate by the negative angles, as the gradient does.
 ARGUMENTS = "Tensor cosine, Tensor sine, *, bool interleaved=False, bool inverse=False"
 library.define(
     "foo::rotary_embedding",
@@ -74,7 +74,7 @@ def rotary_embedding(
     interleaved: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Turn pairs of elements by the angles of their positions.
+    """Rotate pairs of elements by the angles of their positions.
 
     Args:
         input: (..., D), query or key, floating-point, any strides. float16 and bfloat16 are
@@ -82,7 +82,7 @@ def rotary_embedding(
         cosine, sine: (..., R / 2), of one shape, floating-point (float64 if input is, and only
             then), whose leading dimensions broadcast to those of input: (S, R / 2) for input
             (B, H, S, D), and (S, 1, R / 2) for (B, S, H, D). The first R <= D elements of a row
-            turn, the others stay.
+            are rotated, the others stay.
         interleaved: the pairs are (0, 1), (2, 3) ... as in GPT-J; otherwise (0, R / 2),
             (1, R / 2 + 1) ... as in GPT-NeoX and Llama.
         inplace: write to input, and return it.
@@ -107,17 +107,17 @@ def rotary_embedding(
 
 
 def step_of(view: Any) -> Any:
-    """Return the step between rows that differ in the last index but one."""
+    """Return the stride of the second-last dimension, or 0 if it has one element or is missing."""
     return view.strides[-2] if view.ndim > 1 and view.shape[-2] > 1 else 0
 
 
 def turn_halves(
     x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
 ) -> None:
-    """Turn the pairs (i, half + i) of a row, x from x0 on to y from y0 on.
+    """Rotate the pairs (i, half + i) of a row, from x at x0 to y at y0.
 
-    With explicit vectors: LLVM's would ask for each row whether x and y overlap, which takes as
-    long as to turn 64 elements.
+    Uses explicit vectors: LLVM's would check for each row whether x and y overlap, which takes as
+    long as to rotate 64 elements.
     """
     step = language.lanes(x)
     whole = half - half % step
@@ -137,7 +137,7 @@ def turn_halves(
 def turn_neighbours(
     x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
 ) -> None:
-    """Turn the pairs (2 i, 2 i + 1) of a row."""
+    """Rotate the pairs (2 i, 2 i + 1) of a row."""
     for i in range(half):
         first, second = 2 * i, 2 * i + 1
         cosine = language.load(c, c0 + i)
@@ -163,12 +163,12 @@ def turn_rows(
     left = x0 = y0 = c0 = s0 = 0
     for row in rows:
         if left == 0:
-            # Indices are divided once for the rows that differ in the last of them.
+            # Divide indices once for all rows that differ in the last index only.
             left = input.shape[-2] - row % input.shape[-2] if input.ndim > 1 else 1
             x0, y0 = offset_of(input, input, row, 1), offset_of(output, input, row, 1)
             c0, s0 = offset_of(cosine, input, row, 1), offset_of(sine, input, row, 1)
         if is_in_place:
-            # For the compiler, which then sees that what is written is what was read.
+            # Shows the compiler that elements are written where they were read.
             y0 = x0
         if interleaved:
             turn_neighbours(x, x0, c, c0, s, s0, half, sign, y, y0)
@@ -281,12 +281,12 @@ def composite(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """Compute foo::rotary_embedding with torch's own operators; tables get their gradients so."""
+    """Compute foo::rotary_embedding with torch's own operators, also for gradients of tables."""
     half, compute = cosine.shape[-1], compute_type(input.dtype)
     turned = input[..., : 2 * half].to(compute)
-    # Before they are broadcast, so that their gradients are summed in the compute type.
+    # Cast before they are broadcast, so that their gradients are summed in the compute type.
     cosine, sine = cosine.to(compute), sine.to(compute)
-    # By slices, which DTensor can take of a dimension that is cut.
+    # By slices, which DTensor can take of a sharded dimension.
     if interleaved:
         a, b = turned[..., ::2], turned[..., 1::2]
     else:
@@ -309,7 +309,7 @@ def composite_backward(
     return composite(grad_output, cosine, sine, interleaved=interleaved, inverse=not inverse)
 
 
-# Tables are constants as a rule. Where they need gradients, the composite gives them.
+# Tables are usually constants. If they need gradients, the composite computes them.
 library.register_autograd(
     "foo::rotary_embedding", "foo::rotary_embedding_backward", composite=composite
 )
@@ -331,5 +331,5 @@ for name in ("rotary_embedding", "rotary_embedding_", "rotary_embedding_backward
     "foo::rotary_embedding", "foo::rotary_embedding_", "foo::rotary_embedding_backward"
 )
 def flops(input_shape: torch.Size, cosine_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Count four products and two sums for each pair that turns."""
+    """Count four products and two sums for each pair that is rotated."""
     return 6 * math.prod(input_shape[:-1]) * cosine_shape[-1]

@@ -15,7 +15,7 @@ library.define(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` by elements, where silu(x) = x / (1 + exp(-x)).
+    """Compute ``silu(gate) * up`` element by element, with silu(x) = x / (1 + exp(-x)).
 
     Args:
         gate, up: floating-point, of shapes that broadcast and any strides. float16 and bfloat16

@@ -1,8 +1,8 @@
-"""Find the bugs of accelerators without one: a sanitizer of device ``foo``.
+"""A sanitizer for device ``foo``: finds bugs of accelerator programs without an accelerator.
 
-Every operator on foo is done when it returns, so that code that is wrong on a GPU passes. The
-sanitizer keeps the order that streams, events and synchronizations give, as vector clocks, and
-finds accesses that have none: in every run, and not only in that where the race is lost.
+Operators on foo finish before they return, so code that is wrong on a GPU passes. The sanitizer
+tracks the order given by streams, events and synchronizations, as vector clocks, and finds
+unordered accesses: in every run, not only when a race is lost.
 
 Example:
     >>> from foo_ops import sanitizer

@@ -1,4 +1,4 @@
-"""Switch the sanitizer on and off, and say what becomes of findings."""
+"""Switches the sanitizer on and off, and handles findings."""
 
 import contextlib
 import functools
@@ -13,14 +13,14 @@ from foo_ops.device import _compiled_kernels
 from foo_ops.sanitizer.findings import Finding, SanitizerError, SanitizerWarning, make_finding
 
 Action = Literal["raise", "warn"]
-# What it raises ends the call, or the next one of Python where that cannot be stopped.
+# An exception ends the current call, or the next Python call if that cannot be stopped.
 Taker = Callable[[Finding], None]
 
 _lock = threading.RLock()
-# Who takes findings: the innermost check(), at the bottom what enable() says.
+# Handlers of findings: the last is the innermost check()'s, the first enable()'s.
 _takers: list[Taker] = []
 _enabled: list[Taker] = []
-# Where a finding is printed that ends the process.
+# File descriptors for findings that end the process.
 _stderr = [2]
 
 
@@ -33,8 +33,8 @@ def _warn(finding: Finding) -> None:
 
 
 def _type_that_makes(error: BaseException) -> type[BaseException]:
-    """Return a type whose one instance is this error, for Python, which makes it of a type."""
-    # Nothing else may keep the error, and with it the frames that it passes through.
+    """Return a type whose only instance is this error, since Python creates it from a type."""
+    # Nothing else may keep the error alive, and with it the frames that it passes through.
     errors = [error]
     names = {"__new__": lambda cls: errors.pop(), "__module__": type(error).__module__}
     return type(type(error).__name__, (type(error),), names)
@@ -50,7 +50,7 @@ def _report(
     try:
         _takers[-1](finding)
     except BaseException as error:
-        # An operator on the CPU cannot be stopped, nor code that touches memory.
+        # Operators on the CPU, and code that touches memory, cannot be stopped.
         if consequence == "raise":
             raise
         return _type_that_makes(error)
@@ -59,7 +59,7 @@ def _report(
 
 @contextlib.contextmanager
 def last_words_to(descriptor: int) -> Iterator[None]:
-    """Print a finding that ends the process there, where standard error is captured."""
+    """Print findings that end the process to a descriptor, as standard error may be captured."""
     _stderr.append(descriptor)
     try:
         yield
@@ -89,10 +89,10 @@ def _remove(taker: Taker) -> None:
 
 @contextlib.contextmanager
 def check() -> Iterator[list[Finding]]:
-    """Collect findings, of all threads, inside of ``with``.
+    """Collect findings of all threads, inside of ``with``.
 
-    What was done on the device before counts as done. Inside of another check, or of a process that
-    has the sanitizer enabled, the innermost list gets the findings.
+    Earlier work on the device counts as finished. Within another check, or with the sanitizer
+    enabled for the process, the innermost list gets the findings.
 
     Returns:
         The list that findings are added to.
@@ -116,13 +116,13 @@ def check() -> Iterator[list[Finding]]:
 
 
 def enable(action: Action = "raise") -> None:
-    """Watch the whole process from here on.
+    """Watch the whole process from now on.
 
     ``FOO_SANITIZER=1`` does so when foo_ops is imported.
 
     Args:
-        action: "raise" raises :class:`SanitizerError` where something is found, before the operator
-            runs; "warn" warns.
+        action: "raise" raises :class:`SanitizerError` for a finding, before the operator runs;
+            "warn" warns.
 
     Raises:
         ValueError: For another action.
@@ -147,7 +147,7 @@ def enable(action: Action = "raise") -> None:
 
 
 def disable() -> None:
-    """End what :func:`enable` began; nothing where it did not.
+    """Undo :func:`enable`; without effect if it was not called.
 
     Example:
         >>> from foo_ops import sanitizer
@@ -161,7 +161,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Return whether the sanitizer watches, by :func:`enable` or inside of :func:`check`.
+    """Return whether the sanitizer is active, by :func:`enable` or inside of :func:`check`.
 
     Example:
         >>> from foo_ops import sanitizer

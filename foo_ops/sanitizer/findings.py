@@ -1,4 +1,4 @@
-"""Describe what the sanitizer found: two accesses that collide, and what would make them right."""
+"""Findings of the sanitizer: two conflicting accesses, and advice to fix them."""
 
 import linecache
 import os
@@ -20,7 +20,7 @@ class Frame(NamedTuple):
 
     @property
     def is_in_library(self) -> bool:
-        """Whether it is in what was installed, as torch is."""
+        """Whether it is in an installed package, such as torch."""
         return any(part in self.filename for part in _LIBRARIES)
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ class Access:
 
     @property
     def place(self) -> str:
-        """The stream in words."""
+        """The stream, in words."""
         if self.stream is None:
             return "the host"
         return "the default stream" if self.stream == 0 else f"stream {self.stream}"
 
     @property
     def own_stack(self) -> tuple[Frame, ...]:
-        """The innermost calls that are not in libraries: those that one can change."""
+        """The innermost calls outside of libraries, which the user can change."""
         own = [frame for frame in self.stack if not frame.is_in_library]
         return tuple(own or self.stack)[-_SHOWN_CALLS:]
 
@@ -69,7 +69,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Finding:
-    """An access that nothing orders after the one that it collides with.
+    """An access that is not ordered after the one that it conflicts with.
 
     Attributes:
         kind: "race", "use after free", "unsynchronized host read", "host write during copy",
@@ -78,10 +78,10 @@ class Finding:
         dtype: Its dtype.
         device: Its device, ``cpu`` for pinned memory.
         address: The address of its first byte.
-        nbytes: The bytes from its first to its last one.
-        now: What is done now.
-        before: What it collides with; None for an uninitialized read.
-        user: The last access to memory that was freed, for a use after free.
+        nbytes: The number of bytes from its first to its last.
+        now: The present access.
+        before: The access that it conflicts with; None for an uninitialized read.
+        user: For a use after free, the last access to the freed memory.
     """
 
     kind: str
@@ -96,18 +96,18 @@ class Finding:
 
     @property
     def operator(self) -> str:
-        """The operator or call that is made now."""
+        """The operator or call of the present access."""
         return self.now.operator
 
     @property
     def streams(self) -> tuple[int | None, ...]:
-        """The numbers of the streams, None for the host: of what is done now first."""
+        """The numbers of the streams, None for the host; that of the present access first."""
         others = (self.user or self.before,) if self.before else ()
         return tuple(access.stream for access in (self.now, *others) if access is not None)
 
     @property
     def tensor(self) -> str:
-        """The tensor in words."""
+        """The tensor, in words."""
         if self.nbytes == 0 and self.dtype is None:
             return f"memory at {self.address:#x} on {self.device}"
         if self.dtype is None:
@@ -120,7 +120,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What would make the program right."""
+        """Advice to fix the program."""
         return _ADVICE[self.kind](self)
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Finding:
 
 
 class SanitizerError(RuntimeError):
-    """Raised where the sanitizer finds something, with the :class:`Finding` as ``finding``."""
+    """Raised for a finding of the sanitizer, with the :class:`Finding` as ``finding``."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -140,7 +140,7 @@ class SanitizerError(RuntimeError):
 
 
 class SanitizerWarning(UserWarning):
-    """The category of the warnings that ``enable(action="warn")`` gives."""
+    """The category of warnings from ``enable(action="warn")``."""
 
 
 def _stream(access: Access | None) -> str:
@@ -205,7 +205,7 @@ def _access(raw: dict[str, Any] | None) -> Access | None:
 
 
 def make_finding(raw: dict[str, Any]) -> Finding:
-    """Return the finding that the companion describes."""
+    """Make a finding from the C++ part's description."""
     now = _access(raw["now"])
     assert now is not None
     facts = {name: raw[name] for name in ("kind", "shape", "dtype", "device", "address", "nbytes")}

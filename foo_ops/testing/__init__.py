@@ -1,13 +1,13 @@
-"""Show that an operator is right, on cpu and on foo, whoever wrote it.
+"""Checks that an operator is correct, on cpu and on foo; for anyone's operators.
 
-An `OpSpec` says what the operator computes and gives samples. `check_operator` runs every check on
-it; pytest makes a test of each check by itself, since the package brings a plugin::
+An `OpSpec` says what the operator computes, and gives samples. `check_operator` runs every check on
+it. With pytest each check is a test of its own, by a plugin in the package::
 
     @pytest.mark.operators(SCALE)
     def test_operator(operator_check):
         operator_check()
 
-`OPERATORS` is the table of the package's own.
+`OPERATORS` is the table of the package's own operators.
 """
 
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator

@@ -1,7 +1,7 @@
-"""Check operators that draw random numbers: their means, over calls with one seed each.
+"""Check operators that draw random numbers by their means, over calls with one seed each.
 
-No single result can be compared with a reference, but the mean of many can. How far that may be off
-follows from the spread of the results (Maurer and Pontil 2009, theorem 4): for normal numbers seven
+No single result can be compared with a reference, but the mean of many can. Its error bound follows
+from the spread of the results (Maurer and Pontil 2009, theorem 4): for normal numbers seven
 standard deviations of the mean. The seeds are the same in every run, and so is the verdict.
 """
 
@@ -17,13 +17,13 @@ from foo_ops.testing.tolerance import TOLERANCES, Tolerances
 
 Tensors = tuple[Tensor, ...]
 
-# The logarithm of 2 / 1e-10: so seldom is a mean that is right farther off than the bound.
+# The logarithm of 2 / 1e-10: a correct mean exceeds the bound with probability 1e-10.
 _LOG = 23.7
 
 
 @contextlib.contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Seed the default generators of the CPU and of foo, and put them back at the end."""
+    """Seed the default generators of the CPU and of foo, and restore them at the end."""
     foo = range(torch.get_device_module("foo").device_count())
     with torch.random.fork_rng(foo, device_type="foo"):
         torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
 
 
 class Mean:
-    """The mean of tensors, element by element, and how far it may be from the expectation."""
+    """The elementwise mean of tensors, and a bound on its distance from the expectation."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -48,10 +48,10 @@ class Mean:
         return self._sum / self._count
 
     def bound(self, expected: Tensor) -> Tensor:
-        """Return how far the mean may be from the expectation."""
+        """Bound the distance of the mean from the expectation."""
         count = self._count
         variance = (self._square / count - self.value().square()).clamp(min=0) * count / (count - 1)
-        # An event that was not seen may be rare: its size is no less than that of its expectation.
+        # An event that never occurred may be rare: its size is at least that of the expectation.
         largest = torch.maximum(self._most, expected.abs())
         return (2 * variance * _LOG / count).sqrt() + 7 * largest * _LOG / (3 * (count - 1))
 
@@ -70,6 +70,6 @@ def means(call: Callable[[], Sequence[Tensor]], draws: int) -> list[Mean]:
 
 
 def budget_of(mean: Mean, dtype: torch.dtype, expected: Tensor, given: Tolerances) -> Tensor:
-    """Return the bound of a mean, and what rounding to the dtype of the results adds."""
+    """Return the bound of a mean, plus the rounding to the results' dtype."""
     relative, absolute = (TOLERANCES | dict(given)).get(dtype, (0.0, 0.0))
     return mean.bound(expected) + relative * expected.abs() + absolute

@@ -1,4 +1,4 @@
-"""Lay the same tensor out in memory in different ways."""
+"""Memory layouts: functions that store the same tensor in different ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare an operator that draws random numbers with its reference, on average."""
+"""Compare the mean results of an operator that draws random numbers with its reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foo_ops.testing.tolerance import gradients_of
 
 
 def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    """Assert that the results of an operator that draws random numbers are right on average."""
+    """Assert that the mean results of an operator that draws random numbers are correct."""
     plain = sample.map(Tensor.detach)
     expected = plain.exact().call(spec.reference)
 
@@ -39,7 +39,7 @@ def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
 def check_mean_gradients(
     spec: OpSpec, sample: Sample, dtype: torch.dtype, names: Sequence[str]
 ) -> None:
-    """Assert that the gradients of such an operator are, on average, those of the reference."""
+    """Assert that the mean gradients of such an operator are those of the reference."""
     exact_sample = sample.exact().requiring_grad()
     outputs = exact_sample.call(spec.reference)
     cotangents = cotangents_for(outputs)

@@ -1,4 +1,4 @@
-"""Compute each operator as plainly as it can be written, for tests and benchmarks alone.
+"""Reference implementations of all operators, as simple as possible, for tests and benchmarks.
 
 Inputs and results are float64 (complex128), and gradients come from autograd. Nothing here is
 shared with the operators, and none of it is fast: attention builds the whole matrix of scores.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def abs(input: Tensor) -> Tensor:
-    """Return the absolute value; of complex numbers the modulus."""
+    """Return the absolute value; for complex numbers the modulus."""
     return torch.abs(input)
 
 
@@ -41,7 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows by integers, scale the columns, and add a bias."""
+    """Multiply rows by an int8 weight, scale the columns, and add a bias."""
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
     return output if bias is None else output + bias
 
@@ -55,12 +55,12 @@ def linear_int4(
     *,
     group_size: int,
 ) -> Tensor:
-    """Multiply rows by the numbers that pairs of integers stand for, and add a bias."""
+    """Multiply rows by a dequantized 4-bit weight, and add a bias."""
     return linear(input, numbers_of_int4(weight, scale, zero, group_size), bias)
 
 
 def numbers_of_int4(weight: Tensor, scale: Tensor, zero: Tensor, group_size: int) -> Tensor:
-    """Unpack the lower four bits of a group's bytes, and then the upper ones."""
+    """Dequantize: unpack the lower four bits of a group's bytes, and then the upper ones."""
     bytes = weight.to(scale.dtype).unflatten(1, (scale.shape[1], group_size // 2))
     integers = torch.cat((bytes % 16, bytes.div(16, rounding_mode="floor")), 2)
     return ((integers - zero[..., None]) * scale[..., None]).flatten(1)
@@ -69,7 +69,7 @@ def numbers_of_int4(weight: Tensor, scale: Tensor, zero: Tensor, group_size: int
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str
 ) -> Tensor:
-    """Apply an activation to what `linear` gives."""
+    """Apply an activation to the result of `linear`."""
     x = linear(input, weight, bias)
     if activation == "relu":
         return torch.where(x < 0, 0, x)
@@ -81,7 +81,7 @@ def linear_activation(
 
 
 def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
-    """Multiply by two matrices, and gate one product by the other."""
+    """Multiply by two matrices, and gate the second product by the first."""
     return silu_mul(linear(input, gate_weight), linear(input, up_weight))
 
 
@@ -98,7 +98,7 @@ def cache_append(
     positions: Tensor,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the caches with the new keys and values in them."""
+    """Return copies of the caches with the new keys and values."""
     results = key_cache.clone(), value_cache.clone()
     for result, rows in zip(results, (key, value)):
         for batch, first in enumerate(positions.tolist()):
@@ -119,7 +119,7 @@ def rotary_embedding(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """Multiply pairs of elements, as complex numbers, by those of the angles."""
+    """Multiply pairs of elements, as complex numbers, by cosine + i sine."""
     half = cosine.shape[-1]
     angles = torch.complex(cosine, -sine if inverse else sine)
     turning, rest = input[..., : 2 * half], input[..., 2 * half :]
@@ -135,14 +135,14 @@ def rotary_embedding(
 def softmax_cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's loss, the logarithm of its denominator, and the mean of the losses."""
+    """Return each row's loss, its logsumexp, and the mean of the losses."""
     logsumexp = logits.logsumexp(-1)
     is_ignored = target == ignore_index
     chosen = logits.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
     loss = (1 - label_smoothing) * (logsumexp - chosen)
     if label_smoothing:
         loss = loss + label_smoothing * (logsumexp - logits.mean(-1))
-    # Beside an infinite logit nothing has a probability, as in softmax.
+    # With an infinite logit all probabilities are NaN, as in softmax.
     loss = loss * torch.where(logsumexp == torch.inf, torch.nan, 1.0)
     return loss.masked_fill(is_ignored, 0), logsumexp, loss[~is_ignored].mean()
 
@@ -156,7 +156,7 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `softmax_cross_entropy` does of the logits of a linear layer."""
+    """Compute `softmax_cross_entropy` of the logits of a linear layer."""
     logits = linear(hidden, weight, bias)
     if softcap > 0.0:
         logits = softcap * torch.tanh(logits / softcap)
@@ -179,7 +179,7 @@ def attention(
     dropout_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax of the scores times value, and the logarithm of its denominator.
+    """Return the softmax of the scores times value, and the logsumexp of the scores.
 
     Args:
         query: (batch, heads, queries, head_dim)
@@ -188,10 +188,10 @@ def attention(
         value: (batch, key_heads, keys, value_dim)
         attn_bias: broadcasts to (batch, heads, queries, keys); bool, or added to the scores.
         alibi_slopes: (heads,) or (batch, heads); times the distance, subtracted from the scores.
-        sinks: (heads,) or (batch, heads), one more logit for each row, which counts in the
-            denominator only.
+        sinks: (heads,) or (batch, heads), one more logit for each row, which only counts in the
+            denominator.
         dropout_mask: (batch, heads, queries, keys), True for the probabilities that dropout keeps;
-            they are divided by ``1 - dropout_p``. The denominator does not feel it.
+            they are divided by ``1 - dropout_p``. It does not change the denominator.
 
     Returns:
         (batch, heads, queries, value_dim) and (batch, heads, queries).
@@ -209,10 +209,10 @@ def attention(
     )
     if sinks is not None:
         scores = torch.cat((scores, sinks[..., None, None].expand(*scores.shape[:3], 1)), -1)
-    # A row that sees nothing has no softmax: zeros stand in its place, and the result is replaced.
+    # A row that sees nothing has no softmax: use zeros, and replace the result at the end.
     sees = (scores > -math.inf).any(-1) | scores.isnan().any(-1)
     scores = scores.where(sees.unsqueeze(-1), 0)
-    # The sum's logarithm is lost beside numbers of 1e20, so that these are taken away before.
+    # Beside scores of 1e20 the logarithm of the sum would be lost, so subtract a shift first.
     size = torch.logsumexp(scores.detach(), -1)
     size = size.where(size.isfinite(), 0)
     scores = scores - size.unsqueeze(-1)
@@ -261,7 +261,7 @@ def masked_scores(
 
 
 def distances(queries: int, keys: int) -> Tensor:
-    """Return how far each key lies before each query, (queries, keys), aligned at the end."""
+    """Return the distance of each key before each query, (queries, keys), aligned at the end."""
     return torch.arange(keys - queries, keys).unsqueeze(-1) - torch.arange(keys)
 
 
@@ -272,7 +272,7 @@ def for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def in_order(pages: Tensor, blocks: Tensor) -> Tensor:
-    """Return the pages (num_blocks, block_size, heads, ...) of a sequence as (heads, rows, ...)."""
+    """Return a sequence's blocks (num_blocks, block_size, heads, ...) as (heads, rows, ...)."""
     return pages[blocks].flatten(0, 1).transpose(0, 1)
 
 
@@ -292,18 +292,18 @@ def attention_varlen(
     dropout_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within each of several sequences (one at least), one after the other.
+    """Compute attention within each of several packed sequences, at least one.
 
     Args:
         query: (total_queries, heads, head_dim); sequence ``b`` has the rows from
             ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
-        key: (total_keys, key_heads, head_dim), alike with ``cu_seqlens_k``. With ``block_table``
+        key: (total_keys, key_heads, head_dim), likewise with ``cu_seqlens_k``. With ``block_table``
             (blocks, block_size, key_heads, head_dim).
         value: as key, with value_dim.
-        seqused_k: (sequences,), how many of its keys a sequence uses; all, if it is None.
-        block_table: (sequences, most_blocks), the blocks that a sequence's keys lie in.
+        seqused_k: (sequences,), how many of its keys each sequence uses; None for all.
+        block_table: (sequences, most_blocks), the blocks that hold a sequence's keys.
         alibi_slopes, sinks: (heads,) or (sequences, heads)
-        max_seqlen_q: at least the length of every sequence, as max_seqlen_k for the keys in use.
+        max_seqlen_q: an upper bound of the sequences' lengths, as max_seqlen_k for the keys in use.
         dropout_mask: (heads, total_queries, max_seqlen_k), as for attention.
         options: as for attention.
 
@@ -331,12 +331,12 @@ def attention_varlen(
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """A sequence of a packed batch, by where it lies.
+    """The place of a sequence in a packed batch.
 
     Attributes:
-        index: its number in the batch.
+        index: its index in the batch.
         queries: the rows of query.
-        keys: the rows of key and value; with blocks, of key and value as ``flatten(0, 1)``.
+        keys: the rows of key and value; with blocks, rows of ``flatten(0, 1)`` of both.
         paged: whether there are blocks.
     """
 
@@ -346,7 +346,7 @@ class Sequence:
     paged: bool
 
     def select(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequence's own query, key and value, as for attention, in a batch of one."""
+        """Return the sequence's query, key and value, as for attention, in a batch of one."""
         if self.paged:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
         parts = (query[self.queries], key[self.keys], value[self.keys])
@@ -354,7 +354,7 @@ class Sequence:
         return query, key, value
 
     def of_heads(self, tensor: Tensor | None) -> Tensor | None:
-        """Return the sequence's own slopes or sinks (heads,)."""
+        """Return the sequence's slopes or sinks, (heads,)."""
         return tensor if tensor is None or tensor.dim() == 1 else tensor[self.index]
 
 
@@ -365,7 +365,7 @@ def sequences(
     block_table: Tensor | None,
     key: Tensor,
 ) -> Iterator[Sequence]:
-    """Yield the sequences of a packed batch, in their order."""
+    """Yield the sequences of a packed batch, in order."""
     for index in range(len(cu_seqlens_q) - 1):
         first_query, last_query = cu_seqlens_q[index : index + 2].tolist()
         first_key, last_key = cu_seqlens_k[index : index + 2].tolist()

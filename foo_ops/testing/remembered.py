@@ -1,7 +1,7 @@
-"""Remember what a reference gave, since many checks ask the same of it.
+"""Memoizes results of references, which many checks share.
 
 A sample is the same on every device, in most layouts, and in the checks of values, of gradients and
-of compiled graphs. A reference depends on nothing but the numbers that it is given.
+of compiled graphs. A reference depends on nothing but the values of its arguments.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Tensors = tuple[Tensor, ...]
 
 T = TypeVar("T")
 MOST, MOST_BYTES = 4096, 16 << 20
-"""Results that are kept of an operator, and their bytes. Neighbours ask for the same."""
-# Of these the value says all that a function can know of them.
+"""Limits of the results kept per operator, and of their bytes. Neighbouring cases share them."""
+# Types for which equal values mean equal results.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 class Remembered:
-    """Results by the numbers that they were computed from, the oldest of which are forgotten.
+    """Results by the contents of their arguments; the oldest are dropped.
 
-    The last one is kept however large it is.
+    The latest result is kept, however large it is.
     """
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
@@ -37,12 +37,12 @@ class Remembered:
         self._bytes = 0
 
     def result(self, compute: Callable[[], T], *given: Any) -> T:
-        """Return what ``compute`` returns, which is called where it was not for the same numbers.
+        """Return the result of ``compute``, which is called only for new arguments.
 
         Args:
-            compute: makes of all that is ``given`` a result that nobody writes to.
-            given: tensors and plain values, in lists and dicts, too. Where there is anything else,
-                such as a function, nothing is remembered.
+            compute: computes the result from ``given``; nobody may write to it.
+            given: tensors, numbers, strings and dtypes, in lists and dicts, too. If there is
+                anything else, such as a function, nothing is remembered.
         """
         key = _contents(given)
         if key is None:
@@ -77,14 +77,14 @@ def results_of(spec: Any) -> Remembered:
 
 
 def _size(result: Any) -> int:
-    """Return how many bytes the tensors of a result have."""
+    """Return the total bytes of a result's tensors."""
     if isinstance(result, (list, tuple)):
         return sum(map(_size, result))
     return result.nbytes if isinstance(result, Tensor) else 0
 
 
 def _contents(given: Any) -> Hashable | None:
-    """Return what is equal for equal contents, bit for bit, or None where they are not plain."""
+    """Return a key that is equal for equal contents, bit by bit, or None if there is none."""
     if isinstance(given, Mapping):
         given = (tuple(given), *given.values())
     if isinstance(given, (list, tuple)):
@@ -104,7 +104,7 @@ def _contents_of(leaf: Any) -> Hashable:
         return type(leaf), repr(leaf)  # 1, 1.0 and True are equal.
     leaf_on_cpu = leaf.detach().cpu().resolve_conj().resolve_neg()
     numbers = leaf_on_cpu.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    # Processors have instructions for this digest: it takes less than half of blake2b's time.
+    # Processors have instructions for SHA-256: it takes less than half of blake2b's time.
     digest = hashlib.sha256(numbers.numpy().data).digest()
     return leaf.dtype, leaf.shape, leaf.requires_grad, digest
 
@@ -112,7 +112,7 @@ def _contents_of(leaf: Any) -> Hashable:
 def expected_outputs(
     spec: Any, exact_sample: Any, dtype: torch.dtype
 ) -> tuple[Tensors, Tensors | None]:
-    """Return the reference's outputs, and their budgets where the spec has some of its own."""
+    """Return the reference's outputs, and their budgets if the spec defines some."""
     expected: Tensors = exact_sample.call(spec.reference)
     budget = spec.output_budget
     return expected, None if budget is None else budget(exact_sample, dtype)

@@ -1,4 +1,4 @@
-"""Estimate how much a computation may round."""
+"""Estimates of rounding errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return the smallest positive number: half of it is the error of subnormal numbers."""
+    """Return the smallest positive number; half of it is the error of subnormal numbers."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
@@ -23,10 +23,10 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def roundings(count: int) -> float:
-    """Count the roundings to reckon with in a sum of ``count`` terms, or as many products.
+    """Return the number of roundings to allow for in a sum or product of ``count`` terms.
 
-    There are at most ``count``. Since they are independent of each other, they add up to more than
-    those of ``8 * sqrt(count)`` with a probability below 3e-14 (Higham and Mary 2019, A new
-    approach to probabilistic rounding error analysis, theorem 2.4 with lambda = 8).
+    There are at most ``count``. Since they are independent, their total exceeds ``8 * sqrt(count)``
+    roundings with a probability below 3e-14 (Higham and Mary 2019, A new approach to probabilistic
+    rounding error analysis, theorem 2.4 with lambda = 8).
     """
     return min(count, 8 * math.sqrt(count))

@@ -1,4 +1,4 @@
-"""Read an operator's schema, for checks that name its arguments."""
+"""Reads an operator's schema, for checks that name its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Operator = torch._ops.OpOverload
 
 
 def overload(operator: Any) -> Operator:
-    """Return the overload given, the default one of a packet, or that of a CustomOpDef.
+    """Return the given overload, the default one of a packet, or that of a CustomOpDef.
 
     Raises:
         TypeError: for anything else.
@@ -32,7 +32,7 @@ def overload(operator: Any) -> Operator:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in lists, tuples and dicts, in their order."""
+    """Return the tensors in lists, tuples and dicts, in order."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, Mapping):
@@ -43,9 +43,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def with_each_tensor(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Put what a function returns in the place of each tensor in lists, tuples and dicts.
+    """Replace each tensor in lists, tuples and dicts by the result of a function.
 
-    So short for the time: torch's pytree took an eighth of that of attention's checks.
+    For speed: torch's pytree took an eighth of the time of attention's checks.
     """
     if isinstance(values, Tensor):
         return function(values)
@@ -59,7 +59,7 @@ def with_each_tensor(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 def named_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a call as the schema names them: ``input``, ``tensors[1]``."""
+    """Yield the tensors of a call, named by the schema: ``input``, ``tensors[1]``."""
     for argument, value in bound(operator, inputs, keywords):
         if isinstance(value, Tensor):
             yield argument.name, value
@@ -72,7 +72,7 @@ def named_tensors(
 def written_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that the schema declares to be written."""
+    """Return the tensors that the schema declares as written."""
     arguments = bound(operator, inputs, keywords)
     return [
         tensor for argument, value in arguments if writes(argument) for tensor in tensors_in(value)
@@ -82,7 +82,7 @@ def written_tensors(
 def bound(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield what is given to a call, each with the schema's argument."""
+    """Yield the arguments of a call, each with its entry in the schema."""
     arguments = operator._schema.arguments
     yield from zip(arguments, inputs)
     for argument in arguments[len(inputs) :]:
@@ -96,7 +96,7 @@ def writes(argument: Any) -> bool:
 
 
 def out_names(operator: Operator, functional: Operator | None) -> list[str]:
-    """Return the arguments of an out variant that the functional operator does not have."""
+    """Return the names of the arguments that only the out variant has."""
     if functional is None:
         return []
     known = {argument.name for argument in functional._schema.arguments}
@@ -105,10 +105,10 @@ def out_names(operator: Operator, functional: Operator | None) -> list[str]:
 
 
 def functional_form(operator: Operator, functional: Operator | None) -> Callable[..., Any]:
-    """Make a function of the operator that writes no argument and can be compiled.
+    """Return a functional form of the operator, which writes no argument and can be compiled.
 
-    It writes copies, with the same strides, and returns these after what the operator returns
-    beside them. Of an out variant it makes the out arguments, like the results of ``functional``.
+    It writes copies with the same strides, and returns them after the operator's other results. For
+    an out variant it makes the out arguments, like the results of ``functional``.
     """
     schema = operator._schema
     if not schema.is_mutable:
@@ -135,19 +135,19 @@ def functional_form(operator: Operator, functional: Operator | None) -> Callable
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Return what an operator returned, as a tuple."""
+    """Return an operator's result as a tuple."""
     if result is None:
         return ()
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def unwritten(tensor: Tensor) -> Tensor:
-    """Return a tensor for results like this one, full of what must not be in them."""
+    """Return a tensor for results like this one, filled with junk."""
     return junk(tensor, tensor.shape)
 
 
 def copies(value: Any) -> Any:
-    """Copy a tensor or a list of them, with their strides; autograd sees it."""
+    """Copy a tensor or a list of them with their strides, as recorded by autograd."""
     if isinstance(value, (list, tuple)):
         return [copies(element) for element in value]
     if not isinstance(value, Tensor):

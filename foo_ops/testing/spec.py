@@ -1,10 +1,10 @@
-"""Describe an entry in the table of operators, and compare results with it.
+"""Entries of the table of operators, and comparison of results with them.
 
-Results are compared with a reference in float64, each element within its *error budget*: a bound
-in float64. A spec may derive one from how often the operator may round and from the magnitude of
-what is rounded, as the specs of this package do; what breaks such a budget is a bug, or an
-algorithm that rounds more often than its budget allows, and then that must be argued there. Without
-one, the budget is a relative and an absolute tolerance that follow from the dtype (tolerance.py).
+Results are compared with a float64 reference, each element within its *error budget*: a bound in
+float64. A spec may derive it from how often the operator may round and from the magnitude of the
+rounded values, as the specs of this package do. Exceeding such a budget is a bug, or an algorithm
+that rounds more often than the budget allows, which must then be argued in the spec. Without one,
+the budget is a relative and an absolute tolerance that follow from the dtype (tolerance.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sample:
 
     Attributes:
         inputs: the positional arguments: tensors, lists of tensors, None, numbers.
-        keywords: the others.
+        keywords: the keyword arguments.
 
     Example:
         >>> sample = Sample((torch.tensor([3.0, 4.0]),), {"dim": 0})
@@ -64,7 +64,7 @@ class Sample:
         )
 
     def to(self, device: str) -> Sample:
-        """Return the sample on a device, with the strides and the offset that each tensor has."""
+        """Return the sample on a device, with each tensor's strides and offset."""
         return self.map(lambda tensor: copy_with_layout(tensor, device))
 
     def exact(self) -> Sample:
@@ -72,7 +72,7 @@ class Sample:
         return self.map(exact)
 
     def requiring_grad(self) -> Sample:
-        """Return the sample with fresh leaves; those that can have a gradient require one."""
+        """Return the sample with new leaves, which require gradients if their dtype can."""
         return self.map(lambda t: t.detach().requires_grad_(has_gradients(t.dtype)))
 
     def tensors(self) -> list[Tensor]:
@@ -82,51 +82,52 @@ class Sample:
         return [tensor for tensor in self.tensors() if tensor.requires_grad]
 
     def call(self, function: Callable[..., Any]) -> Tensors:
-        """Return the tensors that a function returns, those in lists too."""
+        """Return the tensors that a function returns, also those in lists."""
         return tuple(tensors_in(function(*self.inputs, **self.keywords)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """An operator, and what shows that it is right.
+    """An operator, its reference, and samples to check it with.
 
     Attributes:
-        operator: an overload (``torch.ops.mylib.f.default``), ``torch.ops.mylib.f``, or what
-            torch.library.custom_op returned.
-        reference: the same function, in float64, on the cpu; its gradients come from autograd. Of
-            an operator that writes its arguments: it returns what the operator returns, without
-            the arguments themselves, and then the new values of these.
-        dtypes: those that the samples come in.
-        sized: a sample for a dtype and a size that every dimension of interest grows with. Sizes
-            from 5 to 19 must be possible; with torch.compile one graph has to serve them all.
+        operator: an overload (``torch.ops.mylib.f.default``), ``torch.ops.mylib.f``, or the result
+            of torch.library.custom_op.
+        reference: the same function, in float64, on the cpu; its gradients come from autograd. For
+            an operator that writes its arguments, it returns the operator's results, without the
+            arguments themselves, and then the arguments' new values.
+        dtypes: the dtypes of the samples.
+        sized: returns a sample for a dtype and a size that every dimension of interest grows with.
+            Sizes from 5 to 19 must be possible; with torch.compile one graph has to serve them all.
         sizes: the sizes that become samples, called ``size0`` and so on: empty, one, and odd.
-        samples: others, by name: what makes the sample in a dtype. torch's generator is seeded
-            before, so that random numbers are the same in each call.
-        devices: where the operator has to work.
-        essential: the names of a few small samples that stand for all of them where a check is
-            slow: gradcheck, opcheck, compilation. Left out: those of ``sizes`` below 10.
-        in_layouts: the names of those whose tensors are also given every one of `LAYOUTS`. Left
-            out: the essential ones.
-        large: a sample that is cut into several tasks; its results have to be the same, bit by bit,
-            for every number of threads. None: that is not asked for.
-        differentiable: it has gradients.
-        tolerances: relative and absolute ones for some dtypes, in place of `TOLERANCES`.
-        output_budget: in place of tolerances: how far each output may be from the reference's, of a
-            sample in float64 and the dtype of the call.
-        gradient_budget: likewise how far each gradient may be, of a sample in float64, whose
-            tensors require gradients as those of the call did, the dtypes that the positional
-            tensors had in the call, and the gradients of the outputs.
-        draws: of an operator that draws random numbers: how many calls, with one seed each, the
-            reference is compared with, which gives the mean of each result. The same seed must give
-            the same bits.
-        statistic: what the reference gives the mean of, where that is not the outputs: a function
-            of a tuple of these and the arguments of the call that returns a tensor or several.
-        functional: of an out variant: the operator with results of the shapes and dtypes that its
-            out arguments must have. See `variant`.
+        samples: other samples by name: functions of the dtype. torch's generator is seeded before
+            each, so random numbers are the same in each call.
+        devices: devices that the operator supports.
+        essential: the names of a few small samples for slow checks: gradcheck, opcheck,
+            compilation. By default those of ``sizes`` below 10.
+        in_layouts: the names of the samples that are also checked in each of `LAYOUTS`. By default
+            the essential ones.
+        large: a sample that is cut into several tasks; its results have to be equal, bit by bit,
+            for any number of threads. None skips this check.
+        differentiable: whether the operator has gradients.
+        tolerances: relative and absolute ones for some dtypes, instead of `TOLERANCES`.
+        output_budget: instead of tolerances: returns how far each output may be from the
+            reference's, given a sample in float64 and the dtype of the call.
+        gradient_budget: likewise for each gradient, given a sample in float64, whose tensors
+            require gradients as those of the call did, the dtypes of the call's positional tensors,
+            and the gradients of the outputs.
+        draws: for an operator that draws random numbers: the number of calls, with one seed each,
+            whose mean is compared with the reference, which gives the mean of each result. The same
+            seed must give the same bits.
+        statistic: for a reference that gives the mean of something other than the outputs: a
+            function of the tuple of outputs and the arguments of the call that returns a tensor or
+            several.
+        functional: for an out variant: the operator whose results have the shapes and dtypes that
+            the out arguments need. See `variant`.
 
     Raises:
-        ValueError: when ``essential`` or ``in_layouts`` names what is not among the samples, or
-            when there is nothing to check.
+        ValueError: if ``essential`` or ``in_layouts`` names an unknown sample, or if there is
+            nothing to check.
 
     Example:
         >>> from foo_ops.testing import OpSpec, Sample, check_operator
@@ -200,31 +201,31 @@ class OpSpec:
 
     @property
     def mutates(self) -> bool:
-        """Whether the schema declares arguments that are written."""
+        """Whether the schema declares written arguments."""
         return self.operator._schema.is_mutable
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """Return the operator as a function that writes no argument; it can be compiled."""
+        """Return the operator's functional form, which writes no argument and can be compiled."""
         return functional_form(self.operator, self.functional)
 
     @property
     def remembered(self) -> Remembered:
-        """Return what the reference gave so far."""
+        """Return the reference's results so far."""
         return results_of(self)
 
     def call(self, sample: Sample) -> Tensors:
-        """Return what the operator returns, then the arguments that it writes, in copies."""
+        """Return the operator's results, then the arguments that it writes, as copies."""
         with seeded() if self.draws else contextlib.nullcontext():
             return sample.call(self.function)
 
     def variant(self, operator: Any, **changes: Any) -> OpSpec:
-        """Return the spec of the in-place or out variant, with the essential samples.
+        """Return the spec of an in-place or out variant, with the essential samples.
 
         Args:
-            operator: the variant. Out arguments need not be in the samples: they are made, full of
-                junk, like the results of this operator. The out variant has no gradients.
-            changes: attributes that are not those of this spec, such as ``dtypes``.
+            operator: the variant. Out arguments need not be in the samples: they are created, full
+                of junk, like the results of this operator. The out variant has no gradients.
+            changes: attributes that differ from this spec's, such as ``dtypes``.
 
         Example:
             >>> from foo_ops.testing import ABS
@@ -254,7 +255,7 @@ def of_size(sized: Callable[[torch.dtype, int], Sample], size: int, dtype: torch
 
 
 def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Tensors) -> None:
-    """Assert that what the operator gave for a sample is within its error budget.
+    """Assert that the outputs for a sample are within their error budget.
 
     Example:
         >>> from foo_ops.testing import ABS
@@ -293,9 +294,9 @@ def check_gradients(
     """Assert that the gradients of a sample's tensors are within their error budget.
 
     Args:
-        gradients: of the tensors of ``sample`` that require one, in their order.
+        gradients: gradients of the tensors of ``sample`` that require one, in order.
         cotangents: the gradients of the operator's outputs that they were computed from.
-        names: of these tensors, for the message.
+        names: names of these tensors, for the message.
 
     Example:
         >>> from foo_ops.testing import ABS
@@ -326,9 +327,9 @@ def check_gradients(
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
-    """Draw gradients of the outputs, the same for the same shapes on every device.
+    """Draw gradients of the outputs, equal for equal shapes on every device.
 
-    Those of outputs that can have none, such as indices, are zeros.
+    They are zeros for outputs that can have none, such as indices.
 
     Example:
         >>> values, indices = cotangents_for(torch.ones(4).topk(2))
@@ -355,7 +356,7 @@ def assert_within(
     value, expected = (t.byte() if t.dtype == torch.bool else t for t in (exact(actual), expected))
     error = (value - expected).abs()
     is_within = error <= budget
-    if is_within.all():  # The rest sees it, too, but takes three times as many operations.
+    if is_within.all():  # A shortcut: the rest takes three times as many operations.
         return
     wrong = ~((value == expected) | is_within | (value.isnan() & expected.isnan()))
     if not wrong.any():
@@ -373,7 +374,7 @@ def assert_within(
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Return the same numbers in float64 or complex128; integers and bool stay as they are."""
+    """Return the same values in float64 or complex128; integers and bool stay as they are."""
     tensor = tensor.cpu()
     if tensor.is_complex():
         return tensor.to(torch.complex128)
@@ -384,7 +385,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Draw normal random tensors, the same for the same name in every process and dtype.
+    """Draw normal random tensors, equal for equal names in every process and dtype.
 
     Example:
         >>> query, key = random("my sample", (2, 3), (5, 3), dtype=torch.bfloat16)
@@ -399,6 +400,6 @@ def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor
 
 @functools.lru_cache(1024)
 def _drawn(name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
-    """Draw the numbers once, which each check asks for in each dtype and for each device."""
+    """Draw the numbers once for all checks, dtypes and devices."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]

@@ -1,4 +1,4 @@
-"""How far results may be from a reference in float64 where an author gives no error budget."""
+"""Tolerances around a float64 reference, where the author gives no error budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCES = {
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
-# How many draws of signs estimate a spread: two terms that cancel show in all but one of 2^15.
+# Draws of signs to estimate a spread: two terms that cancel show in all but one of 2^15.
 _DRAWS = 16
 
 
@@ -39,10 +39,10 @@ def tolerance(given: Tolerances, actual: Tensor, expected: Tensor) -> Tensor:
 def gradient_tolerance(
     given: Tolerances, actual: Tensor, expected: Tensor, spread: Tensor
 ) -> Tensor:
-    """Return the budget of a gradient, which may be a sum of terms that were rounded before.
+    """Return the budget of a gradient, which may be a sum of rounded terms.
 
-    Each term has the relative tolerance. So the sum is allowed twice that of its spread, too: where
-    terms cancel, nothing of the sum may be left to measure their errors by.
+    Each term has the relative tolerance, so the sum is also allowed twice that of its spread: if
+    terms cancel, the sum may be too small to measure their errors by.
     """
     relative, _ = (TOLERANCES | dict(given)).get(actual.dtype, (0.0, 0.0))
     return tolerance(given, actual, expected) + 2 * relative * spread
@@ -56,11 +56,11 @@ def gradients_of(
     once: bool = True,
     recorded_again: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Differentiate the outputs that have a history; zeros where none depends on a tensor.
+    """Differentiate the outputs that have a history; return zeros for tensors that none depends on.
 
     Args:
-        once: forget the history then.
-        recorded_again: the gradients can be differentiated themselves.
+        once: free the graph afterwards.
+        recorded_again: make the gradients differentiable.
     """
     recorded = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not tensors:
@@ -82,11 +82,11 @@ def spreads_of_gradients(
     cotangents: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Estimate the standard deviation of each gradient where every output's sign is drawn.
+    """Estimate the standard deviation of each gradient if every output's sign is random.
 
-    A gradient is a sum over the outputs, as that of an operand which is broadcast. Its spread is
-    what roundings of the terms add up to, times a factor: the root of the sum of their squares,
-    less the square of the sum; and zero where there is one term.
+    A gradient is a sum over the outputs, such as that of a broadcast operand. Its spread is
+    proportional to the accumulated rounding of its terms: the root of the sum of their squares,
+    less the square of the sum; zero for one term.
     """
     generator = torch.Generator().manual_seed(0)
     squares = [torch.zeros_like(gradient.abs()) for gradient in gradients]

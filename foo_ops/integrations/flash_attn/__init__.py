@@ -5,10 +5,10 @@
     >>> flash_attn_func(query, key, value, causal=True, window_size=(4, 0)).shape
     torch.Size([2, 9, 4, 32])
 
-`install` puts them where ``import flash_attn`` finds them. Every option does what it does there, or
-is refused. Beyond that float32 and float64 are taken, and values with a head dimension of their
-own. The logsumexp of a query that sees no key is -inf, where flash_attn gives inf. Errors that come
-from foo's operators speak of query, key and value.
+`install` makes ``import flash_attn`` find them. Every option works as in flash_attn, or is refused.
+In addition, float32 and float64 are supported, and values with another head_dim than the keys. The
+logsumexp of a query that sees no key is -inf, where flash_attn gives inf. Errors from foo's
+operators name query, key and value.
 """
 
 from foo_ops.integrations.flash_attn.cache import flash_attn_with_kvcache

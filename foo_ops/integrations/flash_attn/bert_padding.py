@@ -1,4 +1,4 @@
-"""Take padding out of batches of sequences and put it in again, as flash_attn.bert_padding does."""
+"""Remove padding from batches of sequences and restore it, as flash_attn.bert_padding does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Return so many rows, zeros but for values in the rows with these indices; has gradients."""
+    """Return first_axis_dim rows: values in the rows with these indices, else 0; has gradients."""
     output = values.new_zeros(first_axis_dim, *values.shape[1:])
     return output.index_put((indices,), values)
 
@@ -23,12 +23,12 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack what is no padding.
+    """Pack the positions that are not padding.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: (B, S), bool or int, not 0 for what is no padding.
-        unused_mask: (B, S), not 0 for places that are packed and not used.
+        attention_mask: (B, S), bool or int, 0 for padding.
+        unused_mask: (B, S), not 0 for positions that are packed but unused.
 
     Returns:
         The packed rows, (total, ...); their indices among the B * S; where each sequence begins,
@@ -46,6 +46,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put packed rows (total, ...) back to their places in (batch, seqlen, ...), beside zeros."""
+    """Put packed rows (total, ...) back into (batch, seqlen, ...), with zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))

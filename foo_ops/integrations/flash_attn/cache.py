@@ -1,4 +1,4 @@
-"""Attention with a cache of keys and values, which is written in place."""
+"""Attention with a cache of keys and values that is written in place."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from foo_ops.ops.cache_append import INDICES
 
 # ------------------------------------------------------------------------------------------ lengths
 
-# foo::flash_attn_cache_lengths copies the lengths in a cache, or refuses those that do not fit.
+# foo::flash_attn_cache_lengths copies the lengths in a cache, or raises an error if they do not
+# fit.
 #
-# What writes to the cache takes the copy: in a compiled graph, too, all is checked before.
+# The operators that write to the cache take this copy, so that all checks come first, also in a
+# compiled graph.
 
 
 CALLER = "flash_attn_with_kvcache"
@@ -42,16 +44,16 @@ def checked_lengths(
     positions: int,
     is_paged: bool,
 ) -> Tensor:
-    """Return a copy of the lengths, once all that a call writes and reads is in the cache.
+    """Return a copy of the lengths, after checking that all reads and writes are in the cache.
 
     Args:
         lengths: (B,) int64, how many positions of the cache each sequence fills.
-        blocks: (B, blocks) int64, those of each sequence; only those that it uses are looked at.
+        blocks: (B, blocks) int64, the blocks of each sequence; only used ones are checked.
         leftpad: (B,) int64, or None.
         new, queries: how many keys are appended to each sequence, and how many queries it has.
-        block_size, num_blocks: the cache's.
-        positions: how many have angles, or -1 where nothing is turned.
-        is_paged: whether the blocks are called block_table, else cache_batch_idx.
+        block_size, num_blocks: sizes of the cache.
+        positions: rows of the rotary tables, or -1 without rotation.
+        is_paged: whether errors call the blocks block_table, else cache_batch_idx.
     """
     result: Tensor = torch.ops.foo.flash_attn_cache_lengths.default(
         lengths,
@@ -80,7 +82,7 @@ def are_inside(
     num_blocks: Any,
     positions: Any,
 ) -> bool:
-    """Whether the cache and the tables have all that is written and read."""
+    """Whether all reads and writes are inside the cache and the rotary tables."""
     room = blocks.shape[1] * block_size - new
     if positions >= 0:
         room = min(room, positions - max(new, queries))
@@ -108,7 +110,7 @@ def refuse(
     positions: int,
     is_paged: bool,
 ) -> None:
-    """Raise what is wrong with a call that is not `are_inside`."""
+    """Raise the error of a call that is not `are_inside`."""
     capacity, keys = blocks.shape[1] * block_size, lengths + new
     reason = f"the cache has {capacity} positions"
     _require_range("cache_seqlens", lengths, capacity - new, reason)
@@ -177,7 +179,7 @@ library.register_kernel(LENGTHS_NAME, ("cpu", "foo"), kernel)
 
 @library.register_flops(LENGTHS_NAME)
 def flops(*shapes: Any, **options: Any) -> int:
-    """Count nothing: it compares integers."""
+    """Return 0, since the operator only compares integers."""
     return 0
 
 
@@ -211,35 +213,36 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache in place, and attend to all of it. No gradients.
 
-    Where an error is raised nothing is written, in a compiled graph, too.
+    If an error is raised, nothing has been written, also in a compiled graph.
 
     Args:
         q: (B, Sq, H, D).
         k_cache, v_cache: (rows, capacity, Hkv, D), any strides, or with block_table
             (num_blocks, block_size, Hkv, D).
         k, v: (B, new, Hkv, D), written behind the cache_seqlens keys that are there.
-        rotary_cos, rotary_sin: (positions, R / 2): turn k, and q, by the angles of their positions
-            in the cache before they are used. Where neither causal nor window_size is given, all
-            queries have the position of the first new key.
-        cache_seqlens: how many positions are filled, for all or (B,) int32; by default all.
-            This and the following tensors may be int64, too.
+        rotary_cos, rotary_sin: (positions, R / 2): rotate k and q by the angles of their positions
+            in the cache before use. With neither causal nor window_size, all queries have the
+            position of the first new key.
+        cache_seqlens: how many positions are filled, an int or (B,) int32; by default all. This and
+            the following tensors may be int64, too.
         cache_batch_idx: (B,) int32, the row of the cache for each sequence; by default the first B.
         cache_leftpad: (B,) int32, how many positions of the cache come before a sequence's first.
-        block_table: (B, blocks) int32, the blocks that hold a sequence's keys, one after the other.
+        block_table: (B, blocks) int32, the blocks that hold a sequence's keys, in order.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func, where Sk
             counts the cache's keys and the new ones.
-        rotary_interleaved: pairs are neighbours, else halves apart.
-        num_splits: there is nothing to choose, since the kernel splits the keys by itself.
+        rotary_interleaved: pairs are adjacent elements, else half a row apart.
+        num_splits: ignored, since the kernel chooses the splits of the keys.
         return_softmax_lse: return also the logsumexp.
 
     Returns:
         The output, (B, Sq, H, D); the logsumexp is (B, H, Sq) float32, or float64 for float64.
 
     Raises:
-        ValueError: for shapes that do not fit, where the cache is too short for the new keys, and
-            for rows and blocks that are not there but would be read or written.
+        ValueError: for shapes that do not fit, if the cache is too short for the new keys, and for
+            rows and blocks out of range that would be read or written.
         TypeError: for dtypes.
-        NotImplementedError: for cache_batch_idx or cache_leftpad with block_table, as there.
+        NotImplementedError: for cache_batch_idx or cache_leftpad with block_table, as in
+            flash_attn.
 
     Example:
         >>> cache = torch.zeros(2, 1, 16, 4, 32)
@@ -257,7 +260,7 @@ def flash_attn_with_kvcache(
         count = 0 if new is None else new[0].shape[1]
         filled = cache.checked(_filled(cache_seqlens, q, cache), count, q.shape[1], tables)
         if not torch.compiler.is_compiling():
-            # In a graph the fake kernel refuses the same when it is made.
+            # In a compiled graph, the fake kernel raises the same errors during tracing.
             cache.check_attention(q, filled, options)
         if new is not None:
             if tables is not None:
@@ -276,8 +279,8 @@ class _Cache(NamedTuple):
 
     Attributes:
         keys, values: (num_blocks, block_size, Hkv, D).
-        blocks: (B, blocks) int64, those of each sequence.
-        is_paged: whether block_table tells them, else cache_batch_idx.
+        blocks: (B, blocks) int64, the blocks of each sequence.
+        is_paged: whether they come from block_table, else from cache_batch_idx.
         leftpad: (B,) int64, or None.
     """
 
@@ -327,7 +330,7 @@ class _Cache(NamedTuple):
         return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
 
     def checked(self, filled: Tensor, new: int, queries: int, tables: Tables | None) -> Tensor:
-        """Return so many filled positions (B,), and refuse what is in no block and no table."""
+        """Return a copy of the filled lengths (B,), after the checks of `checked_lengths`."""
         return checked_lengths(
             filled,
             self.blocks,
@@ -344,7 +347,7 @@ class _Cache(NamedTuple):
         torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)
 
     def check_attention(self, q: Tensor, filled: Tensor, options: Options) -> None:
-        """Refuse what foo::attention_varlen would, before anything is written."""
+        """Raise the errors of foo::attention_varlen before anything is written."""
         arguments, keywords = self._arguments(q, filled, options)
         check_inputs(*arguments, **keywords)
 
@@ -357,11 +360,11 @@ class _Cache(NamedTuple):
     def _arguments(
         self, q: Tensor, filled: Tensor, options: Options
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what foo::attention_varlen takes."""
+        """Return the arguments of foo::attention_varlen."""
         batch, queries = q.shape[:2]
         keys, values, blocks = self.keys, self.values, self.blocks
         if self.leftpad is not None:
-            # Blocks of one row, so that a sequence may begin in any.
+            # Blocks of one row, so that a sequence may begin anywhere.
             filled = filled - self.leftpad
             positions = _following(self.leftpad, self.capacity).clamp(max=self.capacity - 1)
             block, row = self.places(positions)
@@ -375,12 +378,12 @@ class _Cache(NamedTuple):
 
 
 def _following(first: Tensor, count: int) -> Tensor:
-    """Return so many positions for each sequence, (B, count)."""
+    """Return ``count`` positions from ``first`` on for each sequence, (B, count)."""
     return first[:, None] + torch.arange(count, device=first.device)
 
 
 def _rotated(rows: Tensor, positions: Tensor, tables: Tables, interleaved: bool) -> Tensor:
-    """Turn (B, n, H, D) by the angles of positions, (B, n) or (B, 1)."""
+    """Rotate (B, n, H, D) by the angles of positions, (B, n) or (B, 1)."""
     cosine, sine = (table[positions][:, :, None] for table in tables)
     return torch.ops.foo.rotary_embedding(rows, cosine, sine, interleaved=interleaved)
 
@@ -396,7 +399,7 @@ def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str
 
 
 def _require_integers(name: str, tensor: Tensor, q: Tensor, columns: tuple[int, ...]) -> None:
-    """Require numbers for each sequence. Others than integers would be rounded without a word."""
+    """Require integers, since ``long`` would round other numbers silently."""
     if tensor.dtype not in INDICES:
         raise TypeError(f"{NAME}: {name} must be int32 or int64, got {dtype_name(tensor.dtype)}")
     _require_shape(name, tensor, (len(q), *columns), "q's batch")
@@ -444,7 +447,7 @@ def _checked_tables(
 
 
 def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Tensor:
-    """Return how many positions each sequence has in the cache, (B,) int64."""
+    """Return how many positions of the cache each sequence fills, (B,) int64."""
     if isinstance(cache_seqlens, Tensor):
         _require_integers("cache_seqlens", cache_seqlens, q, ())
         return cache_seqlens.long()

@@ -1,4 +1,4 @@
-"""Attention of dense and of packed sequences, as the flash_attn package calls it."""
+"""Attention of dense and packed sequences, with the signatures of the flash_attn package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foo_ops.ops.attention.options import given_options
 
 # ------------------------------------------------------------------------------------------ options
 
-# What all functions of flash_attn take, and the checks of their layouts.
+# Options common to all functions of flash_attn, and checks of layouts.
 
 
 Window = tuple[int, int]
@@ -19,15 +19,15 @@ EVERYTHING = (-1, -1)
 
 
 class Options(NamedTuple):
-    """What all functions take.
+    """Options common to all functions.
 
     Attributes:
         dropout_p: probability that a weight becomes zero.
         softmax_scale: factor of the scores, by default 1 / sqrt(D).
         causal: query i sees the keys up to i + Sk - Sq.
         window_size: (left, right): query i sees the keys from i + Sk - Sq - left to i + Sk - Sq +
-            right; -1 stands for no bound.
-        softcap: scores become softcap * tanh(score / softcap) where it is above 0.
+            right; -1 means no bound.
+        softcap: if above 0, scores become softcap * tanh(score / softcap).
         alibi_slopes: (H,) or (B, H) float32; -slope * |i + Sk - Sq - j| is added to the scores.
     """
 
@@ -39,7 +39,7 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def for_foo(self) -> dict[str, Any]:
-        """Return them as foo's operators take them, but for the slopes."""
+        """Return all options except the slopes as keywords of foo's operators."""
         left, right = (-1 if bound < 0 else bound for bound in self.window_size)
         return given_options(
             scale=self.softmax_scale,
@@ -53,7 +53,7 @@ class Options(NamedTuple):
 def unpacked(
     function: str, name: str, packed: Tensor, layout: tuple[str | int, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the tensors along the dimension whose size the layout gives."""
+    """Unbind the dimension whose size is an int in the layout."""
     place = next(place for place, size in enumerate(layout) if isinstance(size, int))
     if packed.dim() != len(layout) or packed.shape[place] != layout[place]:
         raise ValueError(
@@ -96,9 +96,9 @@ def flash_attn_func(
         q: (B, Sq, H, D).
         k, v: (B, Sk, Hkv, D), H a multiple of Hkv.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes: see `Options`.
-        deterministic: it is, in any case.
+        deterministic: ignored, since results are always deterministic.
         return_attn_probs: return also the logsumexp and, as flash_attn does without dropout, an
-            empty tensor. Refused with dropout: the weights are never in memory as a whole.
+            empty tensor. Must be False with dropout: the weights are never in memory as a whole.
 
     Returns:
         The output, (B, Sq, H, D) and contiguous; the logsumexp is (B, H, Sq) float32, or float64
@@ -120,7 +120,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Results:
-    """Do as `flash_attn_func`, with keys and values in one tensor, (B, Sk, 2, Hkv, D)."""
+    """Compute `flash_attn_func` with keys and values in one tensor, (B, Sk, 2, Hkv, D)."""
     name = "flash_attn_kvpacked_func"
     k, v = unpacked(name, "kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -138,7 +138,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Results:
-    """Do as `flash_attn_func`, with all three in one tensor, (B, S, 3, H, D)."""
+    """Compute `flash_attn_func` with query, key and value in one tensor, (B, S, 3, H, D)."""
     name = "flash_attn_qkvpacked_func"
     q, k, v = unpacked(name, "qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
         q: (total_q, H, D).
         k, v: (total_k, Hkv, D), or with block_table (num_blocks, block_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32: where each sequence begins, and the end.
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
         block_table: (B, blocks) int32: the blocks of each sequence's keys.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             return_attn_probs: as in `flash_attn_func`.
@@ -199,7 +199,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Results:
-    """Do as `flash_attn_varlen_func`, with keys and values in one tensor, (total_k, 2, Hkv, D)."""
+    """Compute `flash_attn_varlen_func` with keys and values in one tensor, (total_k, 2, Hkv, D)."""
     name = "flash_attn_varlen_kvpacked_func"
     k, v = unpacked(name, "kv", kv, ("total", 2, "heads", "head_dim"))
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -220,7 +220,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Results:
-    """Do as `flash_attn_varlen_func`, with all three in one tensor, (total, 3, H, D)."""
+    """Compute `flash_attn_varlen_func` with all three in one tensor, (total, 3, H, D)."""
     name = "flash_attn_varlen_qkvpacked_func"
     q, k, v = unpacked(name, "qkv", qkv, ("total", 3, "heads", "head_dim"))
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -229,7 +229,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 class Lengths(NamedTuple):
-    """Where packed sequences begin and end, and how long the longest may be."""
+    """Boundaries of packed sequences, and upper bounds of their lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -244,7 +244,7 @@ def _dense(
     _refuse_weights(function, options, return_attn_probs)
     taken = options.for_foo()
     if options.causal and taken.get("window_left", -1) < 0 and q.shape[1] == k.shape[1]:
-        # The same, and known to be so from the start.
+        # Equivalent to the window, and known as causal without reading sizes.
         del taken["window_right"]
         taken["is_causal"] = True
     output, logsumexp = torch.ops.foo.attention.default(

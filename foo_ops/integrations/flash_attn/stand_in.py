@@ -18,7 +18,7 @@ def install() -> None:
     """Let ``import flash_attn`` find these functions, and ``flash_attn.bert_padding``.
 
     Raises:
-        RuntimeError: where the flash_attn package itself is installed.
+        RuntimeError: if the flash_attn package itself is installed.
 
     Example:
         >>> foo_ops.integrations.flash_attn.install()
@@ -58,7 +58,7 @@ def uninstall() -> None:
 
 
 class _StandIn(ModuleType):
-    """A module that is on no disk."""
+    """A module without a file."""
 
 
 def _add(name: str, contents: dict[str, Any]) -> _StandIn:

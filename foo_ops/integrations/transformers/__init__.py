@@ -1,6 +1,6 @@
 """foo_ops in the models of Hugging Face transformers.
 
-`apply` gives a model foo's operators wherever it has modules that they can stand for:
+`apply` replaces the modules of a model whose work foo's operators do:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -9,12 +9,12 @@
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 9])
 
-Attention alone needs no more than the import of this package, which makes ``"foo"`` known as an
-implementation: ``from_pretrained(path, attn_implementation="foo")``, or of a model that is there,
+Attention alone needs only the import of this package, which registers ``"foo"`` as an
+implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an existing model,
 
     >>> restore(model).set_attn_implementation("foo")
 
-``"foo_flex"`` is another, by `foo_ops.flex_attention`: masks of any pattern are functions there,
+``"foo_flex"`` is another, by `foo_ops.flex_attention`: there masks of any pattern are functions,
 and never in memory.
 """
 

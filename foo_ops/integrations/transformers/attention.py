@@ -19,35 +19,36 @@ from foo_ops.ops.attention.options import given_options
 
 # --------------------------------------------------------------------------------- sparse attention
 
-# Sparse attention: an indexer chooses the keys that each query sees, by numbers or by blocks.
+# Sparse attention: an indexer chooses the keys that each query sees, by index or by block.
 
 
 FEWEST_KEYS = 2048
 SHARE = 8
-"""Keys are gathered where the queries see one of so many, or fewer.
+"""Keys are gathered if there are `FEWEST_KEYS`, and queries see at most 1 / `SHARE` of them.
 
-Measured on two cores of an AVX-512 machine in float32 and bfloat16, with 1 to 16 heads of keys of
-64 to 576 numbers: with one of 8 keys that is 1.1 to 8 times as fast as the mask, with one of 32
-from 3 to 16 times, with one of 4 between 0.8 and 4 times. Below 2048 keys several queries lose.
+Measured on two cores of an AVX-512 machine in float32 and bfloat16, with 1 to 16 key heads and
+head_dim 64 to 576: where queries see 1 of 8 keys, gathering is 1.1 to 8 times as fast as the mask,
+with 1 of 32 it is 3 to 16 times, with 1 of 4 between 0.8 and 4 times. Below 2048 keys, several
+queries are slower.
 """
 
 
 def chosen_keys(indices: Tensor, count: int) -> Tensor:
-    """Return the mask, (B, 1, Sq, count), of queries that see the keys with these numbers.
+    """Return the mask, (B, 1, Sq, count), that shows each query the keys with these indices.
 
-    Numbers that no key has stand for none, as for the kernels that models choose keys for.
+    Indices out of range are ignored, as in the kernels that models choose keys for.
     """
     return scattered(indices, count).unsqueeze(1)
 
 
 def chosen_blocks(indices: Tensor, block_size: int, count: int, heads: int) -> Tensor:
-    """Return the mask, (B, heads, Sq, count), of queries that see blocks with these numbers.
+    """Return the mask, (B, heads, Sq, count), that shows each query the blocks with these indices.
 
     Args:
         indices: (B, groups, Sq, blocks); adjacent heads are a group.
-        block_size: keys in a block.
-        count: of all keys.
-        heads: of the queries.
+        block_size: keys per block.
+        count: the number of keys.
+        heads: the number of query heads.
     """
     blocks = scattered(indices, -(-count // block_size))
     keys = blocks.repeat_interleave(block_size, dim=-1)[..., :count]
@@ -55,8 +56,8 @@ def chosen_blocks(indices: Tensor, block_size: int, count: int, heads: int) -> T
 
 
 def scattered(indices: Tensor, count: int) -> Tensor:
-    """Return bool (..., count), True at the indices that are in range."""
-    # Indices that are not are written behind the rest.
+    """Return bool (..., count), True at the indices in range."""
+    # Indices out of range go to an extra column, which is cut off.
     is_none = (indices < 0) | (indices >= count)
     places = indices.long().masked_fill(is_none, count)
     shape = (*indices.shape[:-1], count + 1)
@@ -66,9 +67,9 @@ def scattered(indices: Tensor, count: int) -> Tensor:
 
 
 def shows_few(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the keys that a mask shows are so few that they are gathered.
+    """Whether a mask shows so few keys that they are gathered.
 
-    The values tell, so they are not in graphs that are being traced.
+    The answer depends on the mask's values, so it is False while a graph is traced.
     """
     if torch.compiler.is_compiling():
         return False
@@ -91,7 +92,7 @@ def attend_to_shown(
     value: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """Return (B, Sq, Hq, Dv) of ``attend``, called for each query with the keys that it sees."""
+    """Call ``attend`` for each query with the keys that it sees; return (B, Sq, Hq, Dv)."""
     batch, _, queries, _ = mask.shape
     rows = []
     for row in range(batch):
@@ -107,9 +108,9 @@ def attend_to_shown(
 
 # foo::attention as an implementation of attention in transformers: ``attn_implementation="foo"``.
 #
-# transformers asks two functions of each implementation. One makes a mask, once for a forward pass.
-# The other computes attention, once for a layer. That one learns nothing of the cache and of
-# padding, so what it cannot tell from its arguments must be in the mask.
+# transformers needs two functions of each implementation. One makes a mask, once per forward pass.
+# The other computes attention, once per layer. It sees neither the cache nor the padding, so
+# whatever its arguments do not contain must be in the mask.
 
 
 NAME = "foo"
@@ -119,29 +120,29 @@ UNSUPPORTED = {
     "cache": "must be None, since the pages of continuous batching are not supported",
     "sinks": "must be None, since a sink is one logit for each head (s_aux)",
 }
-"""Options that would change the result, and why they are refused."""
+"""Options that would change the result, and the reasons why they are not supported."""
 
 HARMLESS = frozenset(
     {
-        # The mask, which is complete, has what these tell to implementations without masks.
+        # For implementations without masks; our mask already contains this information.
         *("position_ids", "cache_position", "seq_idx"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        # They choose what a model returns besides, and how its loss is divided.
+        # They select further outputs of a model, and how its loss is divided.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
         *("use_cache", "logits_to_keep"),
-        # Inputs of a model, which attention of no implementation reads.
+        # Inputs of a model that no attention reads.
         *("input_ids", "image_sizes", "grid_thw"),
-        # The gradients of flash-attn alone depend on it.
+        # Only flash-attn's gradients depend on it.
         "deterministic",
     }
 )
-"""Keywords that models pass on to every implementation, and that change no result of it."""
+"""Keywords that models pass to every implementation, and that do not change our results."""
 
 
 def register() -> None:
-    """Make ``attn_implementation="foo"`` known to transformers; the import of this package does it.
+    """Register ``attn_implementation="foo"`` with transformers; importing this package does it.
 
-    A model whose implementation is unknown to the mask interface gets no mask, and no error.
+    The mask must be registered, too: otherwise a model gets no mask, and no error.
     """
     AttentionInterface.register(NAME, foo_attention_forward)
     AttentionMaskInterface.register(NAME, foo_mask)
@@ -164,29 +165,29 @@ def foo_attention_forward(
     block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it.
+    """Compute the attention of one layer, with the signature that transformers expects.
 
     Args:
         module: the layer; its attribute ``is_causal`` counts if the argument is None.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for the same queries in all of the batch.
         key: (B, Hkv, Sk, D), Hq a multiple of Hkv. The queries are the last of the Sk positions.
-            Key and value that are `Integers` are read as they are, but where there is a mask.
+            `Integers` are read as int8 directly, unless there is a mask.
         value: (B, Hkv, Sk, Dv).
         attention_mask: bool, True = take part, or added to the scores; broadcasts to
             (B, Hq, Sq, Sk). It is complete: only without it do causality and window count.
         dropout: probability that a weight becomes zero.
         scaling: factor of the scores, by default 1 / sqrt(D).
         is_causal: a query sees no key behind its own position.
-        sliding_window: a causal query sees so many keys at most, the last at its own position.
-        softcap: bound of the scores, by a tanh.
+        sliding_window: the most keys that a causal query sees, the last at its own position.
+        softcap: bounds the scores by a tanh.
         s_aux: (Hq,), the attention sinks: a logit of each head in the denominator only.
-        position_bias: added to the scores beside the mask; broadcasts to (B, Hq, Sq, Sk).
-        indices: (B, Sq, count), the keys that a query sees of those that are not hidden from it;
-            numbers that no key has stand for none.
+        position_bias: added to the scores, like the mask; broadcasts to (B, Hq, Sq, Sk).
+        indices: (B, Sq, count), the keys that a query sees, among those that are not hidden from
+            it; indices out of range are ignored.
         block_indices: (B, groups, Sq, count), the same by blocks of keys and groups of heads. The
-            layer's ``indexer.block_size`` tells the size of a block.
-        others: what transformers hands to every implementation. All but those that change nothing
-            (`HARMLESS`) must be None or False.
+            layer's ``indexer.block_size`` is the size of a block.
+        others: further keywords from transformers. All but those in `HARMLESS` must be None or
+            False.
 
     Returns:
         The output, (B, Sq, Hq, Dv) and contiguous, and None in place of the weights.
@@ -206,7 +207,7 @@ def foo_attention_forward(
         options, exact = getattr(attention_mask, BOUNDS, UNBOUNDED)
         attention_mask = None if exact else attention_mask
     bias = combine(combine(position_bias, attention_mask), chosen)
-    # Positions are lost where keys are gathered, so a mask must have all that is hidden.
+    # Gathered keys lose their positions, so the mask must contain everything that is hidden.
     has_all = chosen is not None and (attention_mask is not None or not options)
     attend = compute_sparse if has_all else compute
     softcap = softcap or 0.0
@@ -220,7 +221,7 @@ def keys_chosen(
     indices: Tensor | None,
     block_indices: Tensor | None,
 ) -> Tensor | None:
-    """Return the mask of the keys that an indexer has chosen, if there is one."""
+    """Return the mask of the keys that an indexer has chosen, or None if there is no indexer."""
     chosen = None if indices is None else chosen_keys(indices, key.shape[2])
     if block_indices is None:
         return chosen
@@ -269,10 +270,10 @@ def compute_sparse(
     softcap: float,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Compute the same, with the keys alone that a mask shows where these are few.
+    """Compute the same; if the mask shows few keys, gather them and read no others.
 
     Args:
-        options: hide nothing that the mask does not.
+        options: must hide nothing that the mask does not hide.
     """
     if mask is None or dropout or not shows_few(mask, query, key, value):
         return compute(query, key, value, mask, sinks, scaling, dropout, softcap, options)
@@ -298,10 +299,10 @@ def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
 
 
 def leaves_masks_out(config: Any) -> bool:
-    """Whether layers with this configuration take a missing mask for a causal one.
+    """Whether layers with this configuration treat a missing mask as a causal one.
 
-    They do where a class of models with such a configuration supports PyTorch's ``sdpa``, or says
-    that any implementation will do. All others get every mask, and without one nothing is hidden.
+    They do if a model class with this configuration supports PyTorch's ``sdpa``, or declares that
+    it supports any implementation. All others get every mask; without one nothing is hidden.
     """
     config_class: Any = type(config)
     return class_leaves_masks_out(config_class)
@@ -322,7 +323,7 @@ def subclasses(base: Any) -> Iterator[Any]:
 
 
 def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """One attn_bias that does what both do."""
+    """Return one attn_bias with the effect of both."""
     if position_bias is None:
         return attention_mask
     if attention_mask is None:
@@ -335,11 +336,11 @@ def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tens
 
 
 class Bounds(NamedTuple):
-    """What `foo_mask` knows of a mask, so that a kernel need not visit the keys that it hides.
+    """Bounds of a mask, so that a kernel need not visit the keys that it hides.
 
     Attributes:
-        options: arguments for `foo_ops.attention` that let through all that the mask does.
-        exact: they let through nothing else, so the mask need not be read.
+        options: arguments for `foo_ops.attention` that show at least what the mask shows.
+        exact: they show nothing more, so the mask need not be read.
     """
 
     options: Mapping[str, Any]
@@ -347,13 +348,13 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = "_foo_bounds"
-"""The attribute of a mask. What a model makes of a mask (a slice, a sum) does not have it."""
+"""Attribute of a mask. Tensors that a model derives from it (a slice, a sum) do not have it."""
 
 UNBOUNDED = Bounds({}, exact=False)
 
 
 def lower_right(q_length: int, kv_length: int, window: int | None) -> dict[str, Any]:
-    """The options of a causal pattern whose last query and last key have one position."""
+    """Return options of a causal pattern whose last query and last key share a position."""
     if window is None and q_length == kv_length:
         return {"is_causal": True}
     if window is None and q_length == 1:
@@ -374,7 +375,7 @@ def foo_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, as transformers asks for it; None where none is needed.
+    """Return the mask of a forward pass for transformers, or None where none is needed.
 
     Args:
         batch_size: B.
@@ -383,11 +384,11 @@ def foo_mask(
         q_offset: how many positions the cache has seen; a tensor for a static cache.
         kv_offset: how many positions a sliding cache has dropped.
         attention_mask: (B, positions), bool: False for padding. Positions behind it are hidden.
-        local_size: length of the window or of the chunks that a query sees, if it does not see all.
-        allow_is_causal_skip: the pattern is causal, and the model takes None for it.
-        allow_is_bidirectional_skip: the pattern is not causal, and the model takes None for it.
-        config: of the model; tells windows and chunks apart.
-        others: for `transformers.masking_utils.sdpa_mask`, above all ``mask_function``.
+        local_size: length of the window or of the chunks that a query sees; None if it sees all.
+        allow_is_causal_skip: the pattern is causal, and the model accepts None for it.
+        allow_is_bidirectional_skip: the pattern is not causal, and the model accepts None for it.
+        config: the model's configuration, which distinguishes windows and chunks.
+        others: for `transformers.masking_utils.sdpa_mask`, mainly ``mask_function``.
 
     Returns:
         None, or bool of shape (B, 1, Sq, Sk), True = take part.
@@ -395,7 +396,7 @@ def foo_mask(
     if not leaves_masks_out(config):
         allow_is_causal_skip = allow_is_bidirectional_skip = False
     inputs = [each for each in (q_offset, attention_mask) if isinstance(each, Tensor)]
-    # A graph that is being traced must not depend on values.
+    # A traced graph must not depend on values.
     readable = not any(is_tracing(each) for each in inputs)
     bounds = UNBOUNDED
     if readable and allow_is_bidirectional_skip:
@@ -412,7 +413,7 @@ def foo_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]  # its annotation has forgotten the tensor
+        q_offset=q_offset,  # type: ignore[arg-type]  # the annotation lacks the tensor
         kv_offset=kv_offset,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
@@ -432,7 +433,7 @@ def causal_bounds(
     local_size: int | None,
     config: Any,
 ) -> Bounds:
-    """What is known of a causal mask of these queries and keys; the arguments are `foo_mask`'s."""
+    """Return the bounds of a causal mask; the arguments are those of `foo_mask`."""
     end = q_offset + q_length
     shown = shows_all(attention_mask, kv_offset, end)
     if reaches(local_size, end):
@@ -441,13 +442,13 @@ def causal_bounds(
         exact = shown and (local_size is None or is_window(local_size, config))
         return Bounds(lower_right(q_length, kv_length, local_size), exact)
     if q_offset == kv_offset:
-        # The first tokens in a static cache. The keys behind them are its places still free.
+        # The first tokens in a static cache; the keys behind them are free places.
         return Bounds({"is_causal": True}, exact=shown and local_size is None)
     return UNBOUNDED
 
 
 def reaches(local_size: int | None, end: int) -> bool:
-    """Whether a window or chunk of this length holds all positions before ``end``."""
+    """Whether a window or chunk of this length contains all positions before ``end``."""
     return local_size is None or end <= local_size
 
 

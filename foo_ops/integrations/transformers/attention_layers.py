@@ -1,11 +1,11 @@
-"""foo::attention in attention layers, in the place of the function that each would call.
+"""foo::attention in attention layers, instead of the function that each would call.
 
-A layer of transformers looks its function up by the name of the model's implementation. The name
-also decides how a model makes its masks, what it passes on, and which entry points take it, so a
-model keeps its name. Its layers look into another table, which has a function of ours for each
-whose computation is known: PyTorch's ``sdpa``, and an ``eager_attention_forward`` that gives what
-foo's operator gives on random numbers. All other functions are the model's own, and so are all
-calls with arguments that ours do not know.
+A layer of transformers looks up its function by the name of the model's implementation. The name
+also decides how a model makes its masks, which arguments it passes, and which entry points accept
+it, so a model keeps its name. Instead, its layers look into another table, which has our function
+for each function whose computation is known: PyTorch's ``sdpa``, and any
+``eager_attention_forward`` that agrees with foo's operator on random numbers. All other functions,
+and all calls with arguments that ours do not support, go to the model's own.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from foo_ops.integrations.transformers.replacement import (
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
-"""The global name under which a layer's own forward finds implementations of attention."""
+"""Global name under which a layer's own forward finds implementations of attention."""
 EAGER = "eager_attention_forward"
-"""The global name of the function that a layer calls for the implementation ``"eager"``."""
+"""Global name of the function that a layer calls for the implementation ``"eager"``."""
 
 Function = Callable[..., Any]
 
 
 def is_served(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    """Whether foo::attention takes these tensors, and computes in the dtype that others do."""
+    """Whether foo::attention supports these tensors, and computes in the dtype that others do."""
     tensors = (query, key, value)
     if any(it.dim() != 4 for it in tensors) or (bias is not None and bias.dim() > 4):
         return False
@@ -67,10 +67,10 @@ SDPA_PARAMETERS = (
 )
 SDPA_READS = {
     *("softcap", "output_attentions"),
-    # Parameters of versions of transformers that are newer than this file.
+    # Parameters of transformers versions newer than this file.
     *(set(inspect.signature(sdpa_attention_forward).parameters) - {*SDPA_PARAMETERS, "kwargs"}),
 }
-"""Keywords of ``sdpa_attention_forward`` that have a meaning, but for those that are served."""
+"""Keywords that ``sdpa_attention_forward`` reads and our function does not serve."""
 
 
 def in_place_of_sdpa(
@@ -86,10 +86,10 @@ def in_place_of_sdpa(
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute what ``sdpa_attention_forward`` computes, which ignores other keywords.
+    """Compute ``sdpa_attention_forward``, which ignores other keywords.
 
-    Without a mask a layer that is causal, by the argument or by its attribute, hides the keys
-    behind a query's own number, unless there is one query.
+    Without a mask, a layer that is causal (by the argument or its attribute) hides keys with an
+    index above the query's, unless there is only one query.
     """
     if isinstance(cache, PagedAttentionCache):
         key, value = cache.update(
@@ -111,7 +111,7 @@ def in_place_of_sdpa(
     if query.shape[2] == 1:
         options = {}
     bias = combine(position_bias, attention_mask)
-    # Layers with an indexer tell which keys it chose, or that their mask has it.
+    # Layers with an indexer pass the chosen keys, or None if their mask contains them.
     attend = compute_sparse if "indices" in others and not options else compute
     return attend(query, key, value, bias, None, scaling, dropout, 0.0, options), None
 
@@ -121,14 +121,14 @@ def in_place_of_sdpa(
 
 @dataclass(frozen=True)
 class Eager:
-    """An ``eager_attention_forward``, and what is known of it.
+    """An ``eager_attention_forward``, and which variant of attention it computes.
 
     Attributes:
         function: the model's own.
-        has_sinks: it takes the layer's ``sinks``, one logit for each head.
-        has_groups: heads of keys serve several of queries.
+        has_sinks: it reads the layer's ``sinks``, one logit for each head.
+        has_groups: a key head serves several query heads.
         needs_mask: it fails without one.
-        reads: the keywords that have a meaning, besides those that every such function has.
+        reads: the keywords that it reads, besides those that every such function has.
     """
 
     function: Function
@@ -148,9 +148,9 @@ class Eager:
         dropout: float = 0.0,
         **others: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute what the model's own function computes.
+        """Compute the same as the model's own function.
 
-        A mask is what is added to the scores. Without one nothing is hidden, whatever the layer's
+        A mask is added to the scores. Without one nothing is hidden, whatever the layer's
         ``is_causal`` says.
         """
         read = {name for name, it in others.items() if name in self.reads and it is not None}
@@ -180,15 +180,15 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "softcap": lambda: 1.5,
     "position_bias": lambda: torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(3)),
 }
-"""Keywords that both functions have, and what they are tried with."""
+"""Keywords that both functions support, and values to try them with."""
 EVERY = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
 
 
 class Layer:
-    """A layer that an ``eager_attention_forward`` is tried with; what else it asks for is unknown.
+    """A layer to try an ``eager_attention_forward`` with; functions that read more are unknown.
 
     Attributes:
-        is_causal: must change nothing.
+        is_causal: must have no effect.
     """
 
     training = False
@@ -202,7 +202,7 @@ class Layer:
 
 @cache
 def known_eager(function: Function) -> Eager | None:
-    """Return what computes what a model's function computes, if that gives what ours gives."""
+    """Return the variant that agrees with a model's function, or None if none does."""
     parameters = inspect.signature(function).parameters
     reads = frozenset(parameters.keys() - EVERY)
     for has_sinks in (False, True):
@@ -219,7 +219,7 @@ def agrees(known: Eager) -> bool:
 
 
 def calls(known: Eager) -> Iterator[tuple[Any, ...]]:
-    """The arguments of calls in which all that is known of a function shows."""
+    """Yield the arguments of calls that together test every property of a variant."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 5, 8, generator=generator)
     heads = 2 if known.has_groups else 4
@@ -240,7 +240,7 @@ def is_same(known: Eager, call: tuple[Any, ...]) -> bool:
     with torch.no_grad(), torch.device("cpu"):
         try:
             own, _ = known.function(*arguments, **options)
-        except Exception:  # what fails with a layer that is so simple is another form
+        except Exception:  # a function that needs more of its layer is another variant
             return False
         ours, _ = known(*arguments, **options)
     return (
@@ -254,11 +254,11 @@ def is_same(known: Eager, call: tuple[Any, ...]) -> bool:
 
 
 class Interfaces:
-    """The table in which a layer looks its function up.
+    """The table in which a layer looks up its function.
 
     Attributes:
         own: the model's own table.
-        eager: for the function that is the layer's own, if it is known.
+        eager: the variant of the layer's own function, if it is known.
     """
 
     def __init__(self, own: Any, eager: Eager | None) -> None:
@@ -268,7 +268,7 @@ class Interfaces:
         return self.served(self.own.get_interface(name, default))
 
     def served(self, function: Function) -> Function:
-        """Return the function to call instead of one of the model's own."""
+        """Return our function for one of the model's own, or that function itself."""
         if function is sdpa_attention_forward:
             return in_place_of_sdpa
         known = self.eager
@@ -283,7 +283,7 @@ def interfaces_of(forward: Any) -> Interfaces:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Whether a layer finds its function in transformers' table."""
+    """Whether a layer looks up its function in transformers' table."""
     forward: Any = type(module).forward
     return (
         isinstance(forward, types.FunctionType)
@@ -293,7 +293,7 @@ def looks_up(module: nn.Module) -> bool:
 
 
 def own_function(module: Any) -> Function | None:
-    """Return the function that a layer calls if nothing is replaced, or None if that is unknown."""
+    """Return the function that a layer calls if nothing is replaced, or None if unknown."""
     forward: Any = getattr(type(module), "original", type(module)).forward
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     names: Mapping[str, Any] = forward.__globals__
@@ -304,7 +304,7 @@ def own_function(module: Any) -> Function | None:
 
 
 class FooAttention(OtherGlobals):
-    """In the place of attention layers: their own forward, which finds our functions."""
+    """Replaces attention layers: their own forward, which looks up our functions."""
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -321,7 +321,7 @@ class FooAttention(OtherGlobals):
 
 
 class FooRotaryFooAttention(FooAttention, FooRotaryAttention):
-    """Both."""
+    """Replaces both attention and rotation."""
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:

@@ -17,23 +17,23 @@ from foo_ops.ops.attention.int8_cache import quantize_cache
 
 # ----------------------------------------------------------------------------------------- integers
 
-# Keys and values of 8 bits that are numbers wherever they are not read as integers.
+# Keys and values of 8 bits that act as floating-point tensors unless their int8 is read.
 
 
 def numbers(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply int8 (B, H, S, D) by (B, H, S)."""
+    """Dequantize int8 (B, H, S, D) by scales (B, H, S)."""
     return (integers.to(scales.dtype) * scales.unsqueeze(-1)).to(dtype)
 
 
 Base: Any = Tensor
-"""Without the types of what a tensor is made with."""
+"""Tensor, untyped: the signature of its constructor does not fit."""
 
 
 class Integers(Base):
-    """What `numbers` returns, computed for each operator that is given it.
+    """An int8 tensor with scales; every operator receives its floating-point values.
 
-    Attention of implementation ``"foo"`` reads the integers and their scales as they are. Models
-    whose attention is their own, or which do more with keys and values, need not know of them.
+    Attention of implementation ``"foo"`` reads integers and scales directly. Models with another
+    attention, or that use keys and values otherwise, need not know about this class.
 
     Attributes:
         integers: int8, (B, H, S, D).
@@ -68,28 +68,28 @@ class Integers(Base):
 
 
 LEAST_ROOM = 64
-"""For keys, in the first memory of a cache."""
+"""Keys that the first memory of a cache has room for, at least."""
 
 CACHES = {"past_key_values", "layer_past"}
-"""Names of the parameter of an attention layer that takes a cache."""
+"""Names of the cache parameter of attention layers."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
-    """Let a cache of transformers be written in place, and give it back.
+    """Make a cache of transformers write in place, and return it.
 
-    What a ``DynamicCache`` holds lies at the front of memory that has room for as much again, so
-    that a new key is written behind the others, where transformers copies all of them
-    (`torch.cat`). Where keys or values need gradients, and in graphs that are compiled, it does so
-    still. Tensors that were taken from the cache are not written over: where somebody holds what
-    was cropped away, the rest is copied first. A ``StaticCache`` gets new keys and values from one
-    operator. Layers of another kind, such as those of sliding windows, stay as they are.
+    The keys and values of a ``DynamicCache`` lie at the front of memory with room for as many
+    again, so a new key is written behind the others, where transformers copies all of them
+    (`torch.cat`). It still copies where keys or values need gradients, and in compiled graphs.
+    Tensors that were taken from the cache are never overwritten: if somebody holds tensors that
+    were cropped away, the rest is copied first. A ``StaticCache`` gets new keys and values by one
+    operator. Other layers, such as those of sliding windows, stay as they are.
 
-    With ``bits=8`` what a ``DynamicCache`` holds becomes integers with a scale for each head and
+    With ``bits=8`` the contents of a ``DynamicCache`` become integers with a scale per head and
     position (`foo_ops.quantize_cache`), half the bytes of bfloat16. Attention of implementation
-    ``"foo"`` reads them as they are; for any other they are multiplied out, layer by layer.
-    Attention to a first prompt takes the numbers as they came. A ``StaticCache`` stays as it is.
+    ``"foo"`` reads them directly; for any other they are dequantized layer by layer. Attention to a
+    first prompt uses the original values. A ``StaticCache`` stays as it is.
 
     `apply` does this with every cache that its model is given.
 
@@ -120,19 +120,19 @@ def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
 
 
 def take_cache(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-    """Do `in_place_cache` with the cache that a model is called with; a hook."""
+    """Apply `in_place_cache` to the cache that a model is called with; a hook."""
     _take(keywords, None)
 
 
 def take_int8_cache(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-    """Do `in_place_cache` in 8 bits with the cache that a model is called with; a hook."""
+    """Apply `in_place_cache` with 8 bits to the cache that a model is called with; a hook."""
     _take(keywords, 8)
 
 
 def _take(keywords: dict[str, Any], bits: int | None) -> None:
     cache = keywords.get("past_key_values")
     if cache is not None and not torch.compiler.is_compiling():
-        # A decoder that looks at an encoder has two; the other one is written once.
+        # A decoder with cross-attention has two; that of the encoder is written only once.
         in_place_cache(getattr(cache, "self_attention_cache", cache), bits=bits)
 
 
@@ -140,7 +140,7 @@ HOOKS = {None: take_cache, 8: take_int8_cache}
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether layers of a model look back at what a cache holds, as those of encoders do not."""
+    """Whether a model has attention layers that read a cache, as those of encoders do not."""
     return any(
         CACHES & inspect.signature(type(it).forward).parameters.keys()
         and getattr(it, "is_causal", True)
@@ -169,7 +169,7 @@ def is_installed(module: nn.Module) -> bool:
 
 
 def is_recorded(layer: Any, *given: Tensor) -> bool:
-    """Whether gradients are recorded of what a layer holds or is given."""
+    """Whether gradients are recorded for the tensors that a layer holds or is given."""
     if not torch.is_grad_enabled():
         return False
     held = (layer.keys, layer.values) if layer.is_initialized else ()
@@ -177,27 +177,27 @@ def is_recorded(layer: Any, *given: Tensor) -> bool:
 
 
 class Memory:
-    """Room for keys and values. What others hold of it is never written again.
+    """Room for keys and values. Parts that others hold are never overwritten.
 
-    So all that was given out keeps its numbers, also after a crop, and for gradients.
+    So all tensors that were returned keep their values, also after a crop, and for gradients.
 
     Attributes:
         tensors: the keys and the values, (B, H, room, D).
-        shown: the same, of which parts are given out.
-        latest: the parts that a layer goes on from: those that were given out last.
+        shown: aliases of the tensors, of which views are returned.
+        latest: the views that were returned last, from which a layer continues.
         end: how many positions were written.
-        positions: (B,), room for ``end`` of each sequence, which the operator reads from a tensor.
+        positions: (B,), buffer for ``end``, which the operator reads from a tensor.
     """
 
     def __init__(
         self, room: int, end: int, held: Sequence[Tensor], given: Sequence[Tensor]
     ) -> None:
-        """Make room for what a layer holds in ``end`` positions, and is given; copy the former."""
+        """Allocate ``room`` positions, and copy the ``end`` positions that a layer holds."""
         self.tensors = tuple(it.new_empty(*it.shape[:2], room, it.shape[3]) for it in given)
         if end:
             for tensor, old in zip(self.tensors, held):
                 tensor.narrow(2, 0, end).copy_(old)
-        # Autograd takes what is written behind a view for a change of it, but not in `data`.
+        # Autograd would count writes behind a view as changes of it; not so with `data`.
         self.shown = tuple(it.data for it in self.tensors)
         self.latest: Sequence[Tensor | None] = tuple(held)
         self.room, self.end = room, end
@@ -205,11 +205,11 @@ class Memory:
         self.is_inference = torch.is_inference_mode_enabled()
 
     def is_latest(self, held: Sequence[Tensor]) -> bool:
-        # Written out, since it is asked for each token in each layer.
+        # Written out, since it runs for each token in each layer.
         return held[0] is self.latest[0] and held[1] is self.latest[1]
 
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-        """Whether a layer holds what was given out last, and what it is given fits behind."""
+        """Whether a layer holds the latest views, and the given tensors fit behind them."""
         if not self.is_latest(held):
             return False
         keys, values = self.tensors
@@ -220,7 +220,7 @@ class Memory:
         return self.end + given[0].shape[2] <= self.room
 
     def rewind(self, held: Sequence[Tensor]) -> None:
-        """Go on from what a layer has left, if nobody holds more; assistants crop in each step."""
+        """Continue after a crop if nobody holds more; assisted generation crops in each step."""
         if self.is_latest(held):
             return
         is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
@@ -229,7 +229,7 @@ class Memory:
             self.latest, self.end = held, held[0].shape[2]
 
     def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return all keys and all values, with those that are given."""
+        """Append the given keys and values; return all."""
         self.positions.fill_(self.end)
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.end += given[0].shape[2]
@@ -239,14 +239,14 @@ class Memory:
 
 
 def holders_of(tensor: Tensor) -> int:
-    """Count the tensors that share its memory; of a `Memory` and a layer there are three."""
+    """Count the tensors that share its memory; a `Memory` and a layer make three."""
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1
 
 
 def promoted(new: Tensor, old: Tensor) -> Tensor:
-    """Convert to the dtype that `torch.cat` gives both."""
+    """Convert to the dtype of `torch.cat` of both."""
     return new if new.dtype == old.dtype else new.to(torch.promote_types(old.dtype, new.dtype))
 
 
@@ -254,7 +254,7 @@ class GrowingLayer(DynamicLayer):
     """The keys and values of one layer, at the front of memory that doubles when it is full.
 
     ``keys`` and ``values`` are views of it, or tensors that others have put there (in another
-    order): these are copied to new memory before something is written behind them.
+    order), which are copied to new memory before the next write.
     """
 
     memory: Memory | None = None
@@ -287,18 +287,18 @@ class GrowingLayer(DynamicLayer):
         self.memory = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy starts with; it makes memory of its own when it is continued."""
+        """Return the state of a copy, which makes memory of its own when it is continued."""
         return {name: it for name, it in vars(self).items() if name != "memory"}
 
 
 class Int8Layer(GrowingLayer):
-    """The keys and values of one layer as integers of 8 bits, beside a layer of their scales.
+    """The keys and values of one layer as 8-bit integers, with a second layer for their scales.
 
-    What it gives to attention are `Integers`.
+    Attention receives `Integers`.
     """
 
     scales: GrowingLayer
-    """(B, H, S, 1) of keys and of values."""
+    """(B, H, S, 1) for keys and for values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -352,7 +352,7 @@ class Int8Layer(GrowingLayer):
 
 
 class InPlaceStaticLayer(StaticLayer):
-    """The keys and values of one layer, in memory that is there from the start."""
+    """The keys and values of one layer, in memory that is allocated once."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any

@@ -1,7 +1,7 @@
-"""Attention layers as of Llama while a model decodes, one token after the other.
+"""Attention layers such as Llama's while a model decodes, token by token.
 
-The work for one token is so little that what is between the operators counts: modules that are
-called, views that are made, options that are looked up. Here there is as little as possible of it.
+One token is so little work that the overhead between operators counts: module calls, views, option
+lookups. This code keeps it to a minimum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LAYERS = {*PROJECTIONS, "o_proj"}
 NORMS = {"q_norm", "k_norm"}
 UNREAD = frozenset({"position_ids", "use_cache"})
-"""Keywords that models hand down, and attention does not read."""
+"""Keywords that models pass on, and attention does not read."""
 
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -45,9 +45,9 @@ def attend(
     scaling: float,
     sliding_window: int | None,
 ) -> tuple[Tensor, None]:
-    """Compute what one of our functions does for one query in each sequence.
+    """Compute the same as one of our functions, for one query in each sequence.
 
-    Masks for `in_place_of_sdpa` have the windows, too. The output is (B, Hq, 1, D) or
+    Masks for `in_place_of_sdpa` already contain the windows. The output is (B, Hq, 1, D) or
     (B, 1, Hq, D).
     """
     has_window = sliding_window is not None and function is not in_place_of_sdpa
@@ -58,7 +58,7 @@ def attend(
 
 
 def sees_all(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether nothing is hidden from one query, and the keys are numbers of its dtype."""
+    """Whether nothing is hidden from the query, and keys and values are tensors of its dtype."""
     if mask is not None or type(key) is not Tensor:
         return False
     return key.dtype == query.dtype == value.dtype
@@ -68,7 +68,7 @@ ATTENTION: dict[Any, Attention] = {
     sdpa_attention_forward: partial(attend, in_place_of_sdpa),
     foo_attention_forward: partial(attend, foo_attention_forward),
 }
-"""Called for one token, in the place of the functions of implementations."""
+"""Called for one token, instead of the implementations' functions."""
 
 
 def step(
@@ -83,7 +83,7 @@ def step(
 ) -> Tensor:
     """Compute the layer for one token in each sequence.
 
-    With one position there is no difference between (B, S, H, D) and (B, H, S, D).
+    With one position, (B, S, H, D) and (B, H, S, D) have the same memory layout.
     """
     shape = hidden_states.shape[0], -1, 1, module.head_dim
     query, key, value = [it.view(shape) for it in products(module, PROJECTIONS, hidden_states)]
@@ -108,15 +108,15 @@ def step(
 
 
 class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
-    """In the place of attention layers as of Llama, and of Qwen 3 with norms of query and key.
+    """Replaces attention layers such as Llama's, and Qwen 3's with norms of query and key.
 
-    Where it is not for the next token, after others in a cache, by foo's attention, a layer's own
-    forward is called.
+    The layer's own forward is called unless the call is for one further token in a cache, with
+    foo's attention.
 
     Attributes:
-        own_forward: it, with our rotation and our attention.
-        form: of the rotation.
-        interfaces: the implementations of attention, of which one may replace ours by its name.
+        own_forward: the layer's own, with our rotation and our attention.
+        form: the form of the rotation.
+        interfaces: implementations of attention by name, one of which may replace ours.
     """
 
     siblings = PROJECTIONS
@@ -172,7 +172,7 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
 
 
 class FooWindowAttention(FooDecodingAttention):
-    """The same for layers as of Qwen 2, each with a window of its own or none."""
+    """The same for layers such as Qwen 2's, each with its own window or none."""
 
     @staticmethod
     def window_of(module: Any) -> int | None:
@@ -181,7 +181,7 @@ class FooWindowAttention(FooDecodingAttention):
 
 
 class FooConfiguredWindowAttention(FooDecodingAttention):
-    """The same for layers as of Mistral, with one window for all."""
+    """The same for layers such as Mistral's, with one window for all."""
 
     @staticmethod
     def window_of(module: Any) -> int | None:
@@ -196,7 +196,7 @@ ATTENTION_LAYERS = (FooDecodingAttention, FooWindowAttention, FooConfiguredWindo
 
 
 class Recorder:
-    """A cache and an implementation of attention that tell what they were given."""
+    """A cache and an implementation of attention that record their arguments."""
 
     def __init__(self) -> None:
         self.numbers: list[Tensor] = []
@@ -220,7 +220,7 @@ class Recorder:
 
 
 class Config:
-    """Of a layer that reads nothing else; what it asks for besides is another form."""
+    """The configuration of a trial layer; a layer that reads anything else is another kind."""
 
     _attn_implementation = NAME
     sliding_window = 11
@@ -230,7 +230,7 @@ class Config:
 
 
 def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
-    """Whether a layer's own forward does with one token what `step` does."""
+    """Whether a layer's own forward computes the same as `step` for one token."""
     forward: Any = type(module).forward
     if list(inspect.signature(forward).parameters)[1:] != PARAMETERS:
         return False
@@ -255,7 +255,7 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
     input, mask = random(2, 1, width), random(2, 1, 1, 5)
     tables = [form.layout.table(random(2, 1, size // 2)) for _ in range(2)]
 
-    # Some layers turn query and key only if they have a window, so its own value is tried, too.
+    # Some layers rotate query and key only if they have a window, so a window is tried, too.
     windows = [{}, {"sliding_window": 7}] if "sliding_window" in vars(module) else [{}]
 
     def agrees_in(dtype: torch.dtype, changes: dict[str, Any]) -> bool:
@@ -269,13 +269,13 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
             theirs.numbers.append(output)
             window = window_of(twin)
             result = step(twin, form, window, hidden, tuple(turns), shown, ours, ours.attention)
-        except Exception:  # what fails with plain layers is another form
+        except Exception:  # a layer that needs more is another kind
             return False
         ours.numbers.append(result)
         return weights is None and is_same(theirs, ours)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        # In two dtypes, so that a conversion would be seen.
+        # Two dtypes, so that a conversion is noticed.
         dtypes = (torch.float32, torch.bfloat16)
         return all(agrees_in(dtype, changes) for dtype in dtypes for changes in windows)
 

@@ -1,4 +1,4 @@
-"""Logits that a loss may never need: what a language model's head would give, not yet computed."""
+"""Deferred logits: the output of a language model's head, computed only if needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from foo_ops.ops.cross_entropy.linear import linear_cross_entropy
 from foo_ops.ops.linear import linear
 
-# By its own name it would be the method of logits.
+# In the class below, ``float`` is the method of logits.
 Number = float
 
 
@@ -37,7 +37,7 @@ ONE = Ratio()
 
 
 def autocast_of(device_type: str) -> dict[str, Any]:
-    """Return the options of `torch.autocast` that are in force."""
+    """Return the current options of `torch.autocast`."""
     return {
         "device_type": device_type,
         "dtype": torch.get_autocast_dtype(device_type),
@@ -46,15 +46,15 @@ def autocast_of(device_type: str) -> dict[str, Any]:
 
 
 Change = Callable[[Tensor], Tensor]
-"""What a method does with the logits, once they are computed."""
+"""The effect of a method on the computed logits."""
 
 
 def method_of_tensor(name: str, describe: Callable[..., dict[str, Any] | None]) -> Any:
-    """Return the method of a tensor for `DeferredLogits`.
+    """Return a method of Tensor as a method of `DeferredLogits`.
 
     Args:
-        describe: returns the attributes in which the result differs from these logits, or None
-            where they must be computed; takes the arguments of the method.
+        describe: takes the arguments of the method; returns the attributes in which the result
+            differs from these logits, or None where they must be computed.
     """
     method = getattr(Tensor, name)
 
@@ -69,17 +69,17 @@ def method_of_tensor(name: str, describe: Callable[..., dict[str, Any] | None]) 
 
 
 def deferred(describe: Callable[..., dict[str, Any] | None]) -> Any:
-    """Make a method of what describes its result; a decorator."""
+    """Make a method from the function that describes its result; a decorator."""
     return method_of_tensor(describe.__name__, describe)
 
 
 class DeferredLogits:
-    """Logits of a head's input and weights, scaled and bounded, as its attributes tell.
+    """Logits that are not yet computed, given by a head's input and weights.
 
-    A model may scale and bound its logits, change their shape, and convert them to float32. Their
-    cross-entropy is foo::linear_cross_entropy. For anything else they are computed, once, with all
-    that was made of them and of which they were made, by the functions that were called. From then
-    on they are that tensor, so what is written into it is seen by all that share its memory.
+    A model may scale and bound its logits, reshape them, and convert them to float32; all this
+    stays deferred. Their cross-entropy is foo::linear_cross_entropy. Any other use computes them
+    once, together with all logits derived from them or that they derive from, by the functions that
+    were called. From then on each is that tensor, so writes are seen by all that share its memory.
 
     They have the special methods of a tensor and all of its attributes.
 
@@ -87,12 +87,13 @@ class DeferredLogits:
         hidden: (..., K), the head's input.
         weight: (V, K).
         bias: (V,), or None.
-        inner_factor, outer_factor: they are ``outer * tanh(inner * logits)``, or without an outer
-            factor ``inner * logits``.
-        converted: the dtype of the logits, where it is not that of the input.
-        origin: the logits of which these were made, while none are computed, and how.
-        is_recorded: for gradients, as all was where the head was called.
-        autocast: the options of `torch.autocast` there.
+        inner_factor, outer_factor: the logits are ``outer * tanh(inner * logits)``, or without an
+            outer factor ``inner * logits``.
+        converted: the dtype of the logits, if it is not that of the input.
+        origin: the logits that these derive from, and the function that derives them; None for a
+            head's own logits, and once computed.
+        is_recorded: whether gradients were recorded when the head was called.
+        autocast: the options of `torch.autocast` at that call.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class DeferredLogits:
         self.computed: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Compute the logits, with all that they have to do with."""
+        """Compute the logits, and all logits derived from the same head."""
         if self.computed is None:
             first = self
             while first.origin is not None:
@@ -138,11 +139,11 @@ class DeferredLogits:
                 made.become(made.origin[1](tensor))
 
     def is_pending(self) -> bool:
-        """Whether what is made of these logits now need not be computed, either."""
+        """Whether logits derived from these can stay deferred, too."""
         return self.computed is None and self.is_recorded == torch.is_grad_enabled()
 
     def changed(self, change: Change, attributes: dict[str, Any]) -> DeferredLogits:
-        """Return what ``change`` will give, logits with these attributes."""
+        """Return the deferred result of ``change``: logits with these attributes."""
         names = ("hidden", "weight", "bias", "inner_factor", "outer_factor", "converted")
         same = {name: getattr(self, name) for name in names}
         made = type(self)(**same | attributes, origin=(self, change))
@@ -220,7 +221,7 @@ class DeferredLogits:
 
     @deferred
     def __getitem__(self, index: Any) -> dict[str, Any] | None:
-        """Choose positions; the logits of each must be whole (``[..., :-1, :]``)."""
+        """Select positions, with all logits of each (``[..., :-1, :]``)."""
         is_whole = (
             isinstance(index, tuple)
             and len(index) in range(2, self.ndim + 2)
@@ -249,7 +250,7 @@ class DeferredLogits:
             softcap = self.outer_factor.value()
             if softcap <= 0.0:
                 return None
-            # The operator divides by the soft cap what it is given.
+            # The operator divides its logits by the softcap.
             scale = self.inner_factor.times(*self.outer_factor).value()
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
@@ -304,7 +305,7 @@ def is_special(name: str) -> bool:
 
 
 def complete(logits: type[DeferredLogits]) -> None:
-    """Give the class what ``__getattr__`` is not asked for: special methods, and assignments."""
+    """Add what bypasses ``__getattr__`` to the class: special methods, and assignments."""
     for name in set(dir(Tensor)) - vars(logits).keys() - OF_CLASSES:
         attribute = inspect.getattr_static(Tensor, name)
         if is_special(name):
@@ -318,11 +319,11 @@ complete(DeferredLogits)
 
 
 Base: Any = Tensor
-"""Whose attributes have other types than those of deferred logits."""
+"""Tensor, untyped: its attributes have other types than those of deferred logits."""
 
 
 class DeferredTensor(DeferredLogits, Base):
-    """Logits that are a tensor for ``isinstance`` too, without memory of its own."""
+    """Deferred logits that are also a Tensor for ``isinstance``, without storage."""
 
     @staticmethod
     def __new__(
@@ -337,7 +338,7 @@ class DeferredTensor(DeferredLogits, Base):
 
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-    # The compiler knows of no tensors that Python code makes.
+    # torch.compile does not trace the creation of wrapper subclasses.
     kind = DeferredLogits if torch.compiler.is_compiling() else DeferredTensor
     return kind(hidden, weight, bias)
 
@@ -345,7 +346,7 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits
 def functional_loss(
     logits: DeferredLogits, target: Tensor, weight: Tensor | None = None, **options: Any
 ) -> tuple[Tensor] | None:
-    """Return what `torch.nn.functional.cross_entropy` would, or None where it must."""
+    """Return the cross-entropy in a tuple, or None where PyTorch must compute it."""
     if weight is not None or logits.hidden.dim() != 2 or target.dim() != 1:
         return None
     options = {name: it for name, it in options.items() if it is not None}
@@ -354,7 +355,7 @@ def functional_loss(
     loss = logits.cross_entropy(target, **options)
     if loss is None:
         return None
-    # Under autocast it is computed in float32.
+    # Under autocast PyTorch returns it in float32.
     is_cast = torch.is_autocast_enabled(logits.device.type) and logits.dtype != torch.float64
     return (loss.to(torch.float32 if is_cast else logits.dtype),)
 

@@ -1,7 +1,7 @@
 """foo_ops.flex_attention as an implementation of attention in transformers: ``"foo_flex"``.
 
-Masks stay functions, as transformers composes them, and no mask is ever in memory: kernels compute
-from positions, padding and offsets which keys a query sees, and leave out blocks that see nothing.
+Masks stay functions, as transformers composes them, and are never in memory: kernels compute from
+positions, padding and offsets which keys a query sees, and skip blocks that are all hidden.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from foo_ops.ops.flex_attention.dense import flex_attention
 
 FLEX_NAME = "foo_flex"
 ANY_LENGTH = 1 << 30
-"""The size of a block that holds all queries and keys."""
+"""Size of a block that contains all queries and keys."""
 
 Function = Callable[..., Any]
 
 
 def register_flex() -> None:
-    """Make ``attn_implementation="foo_flex"`` known to transformers; the package's import does."""
+    """Register ``attn_implementation="foo_flex"``; importing the package does it."""
     AttentionInterface.register(FLEX_NAME, foo_flex_forward)
     AttentionMaskInterface.register(FLEX_NAME, foo_flex_mask)
 
 
 class FunctionMask(BlockMask):
-    """A mask function on its way through a model, which passes on a BlockMask as it is.
+    """A mask function as a BlockMask, which models pass on unchanged.
 
-    To others it is a BlockMask of a single block.
+    Seen as a BlockMask, it has a single block.
     """
 
     def __init__(self, mask_mod: Function, lengths: tuple[int, int], device: Any) -> None:
@@ -58,7 +58,7 @@ class FunctionMask(BlockMask):
         )
 
     def contiguous(self) -> FunctionMask:
-        """Return it as it is, since generation asks for this form of every mask."""
+        """Return self, since generation calls this on every mask."""
         return self
 
 
@@ -73,33 +73,33 @@ def foo_flex_mask(
     device: Any = "cpu",
     **others: Any,
 ) -> FunctionMask:
-    """Compose the mask function of a forward pass, as transformers asks for a mask.
+    """Compose the mask function of a forward pass, for transformers.
 
     Args:
-        batch_size: not needed, as the function knows the row.
+        batch_size: unused, since the mask function gets the batch index.
         q_length: Sq; the queries have the positions from ``q_offset`` on.
         kv_length: Sk; the keys have the positions from ``kv_offset`` on.
         q_offset: how many positions the cache has seen; a tensor for a static cache.
         kv_offset: how many positions a sliding cache has dropped.
-        mask_function: of positions; says whether a query sees a key that is no padding.
+        mask_function: takes positions; returns whether a query sees a key that is not padding.
         attention_mask: (B, positions), bool: False for padding. Positions behind it are hidden.
-        device: of the model.
-        others: what transformers tells makers of other masks.
+        device: the model's device.
+        others: unused; transformers passes them to all mask functions.
     """
     if attention_mask is not None and not shows_surely(attention_mask, kv_offset, kv_length):
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         assert padding is not None
         mask_function = and_masks(mask_function, padding_mask_function(padding))
     if isinstance(q_offset, Tensor):
-        # The cache adds to its own in place, before attention reads it.
+        # The cache increments its tensor in place, before attention reads this one.
         q_offset = q_offset.clone()
-    # Its annotation has forgotten the tensor.
+    # The annotation lacks the tensor.
     shifted = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)  # type: ignore[arg-type]
     return FunctionMask(shifted, (q_length, kv_length), device)
 
 
 def shows_surely(attention_mask: Tensor, kv_offset: int, kv_length: int) -> bool:
-    """Whether there is no padding; a graph that is being traced must not depend on that."""
+    """Whether there is surely no padding; a traced graph must not depend on values."""
     return not is_tracing(attention_mask) and shows_all(
         attention_mask, kv_offset, kv_offset + kv_length
     )
@@ -120,24 +120,24 @@ def foo_flex_forward(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it.
+    """Compute the attention of one layer, with the signature that transformers expects.
 
     Args:
         module: the layer; its attribute ``is_causal`` counts if the argument is None.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for the same queries in all of the batch.
         key: (B, Hkv, Sk, D), Hq a multiple of Hkv. The queries are the last of the Sk positions.
         value: (B, Hkv, Sk, Dv).
-        attention_mask: what `foo_flex_mask` has made, another BlockMask, or a tensor that
+        attention_mask: the result of `foo_flex_mask`, another BlockMask, or a tensor that
             broadcasts to (B, Hq, Sq, Sk): bool, True = take part, or added to the scores. It is
             complete: only without it do causality and window count.
         dropout: must be 0.
         scaling: factor of the scores, by default 1 / sqrt(D).
         is_causal: a query sees no key behind its own position.
-        sliding_window: a causal query sees so many keys at most, the last at its own position.
-        softcap: bound of the scores, by a tanh.
+        sliding_window: the most keys that a causal query sees, the last at its own position.
+        softcap: bounds the scores by a tanh.
         s_aux: (Hq,), the attention sinks: a logit of each head in the denominator only.
-        position_bias: added to the scores beside the mask; broadcasts to (B, Hq, Sq, Sk).
-        others: what transformers hands to every implementation.
+        position_bias: added to the scores, like the mask; broadcasts to (B, Hq, Sq, Sk).
+        others: further keywords from transformers.
 
     Returns:
         The output, (B, Sq, Hq, Dv) and contiguous, and None in place of the weights.
@@ -175,7 +175,7 @@ def foo_flex_forward(
     )  # fmt: skip
     assert isinstance(output, Tensor)
     if s_aux is not None:
-        # The share that a sink leaves to the keys: exp(logsumexp) of exp(logsumexp) + exp(sink).
+        # The share of the keys beside a sink: exp(logsumexp) of exp(logsumexp) + exp(sink).
         share = torch.sigmoid(logsumexp - s_aux.to(logsumexp.dtype)[:, None])
         output = (output * share[..., None]).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
@@ -185,7 +185,7 @@ def foo_flex_forward(
 
 
 def lower_right_mask(offset: int, window: int | None) -> Function:
-    """Make the mask_mod of a causal pattern whose last query and last key have one position."""
+    """Make the mask_mod of a causal pattern whose last query and last key share a position."""
     pattern = causal_mask_function
     if window is not None:
         pattern = and_masks(pattern, sliding_window_overlay(window))
@@ -193,7 +193,7 @@ def lower_right_mask(offset: int, window: int | None) -> Function:
 
 
 def table_mask(table: Tensor) -> Function:
-    """Make the mask_mod that reads a mask of the user's own, (B, Hq, Sq, Sk)."""
+    """Make the mask_mod that reads a user's mask, (B, Hq, Sq, Sk)."""
     return lambda batch, head, query, key: table[batch, head, query, key]
 
 

@@ -1,4 +1,4 @@
-"""Quantised layers that have one input, and one product for all: their weights lie together."""
+"""One product for quantised layers with the same input, whose weights lie together in memory."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from foo_ops.integrations.transformers.replacement import Replacement, has_hooks
 from foo_ops.ops.linear import any_requires_grad
 
 JOINED = "_foo_joined"
-"""The attribute of a module whose layers are joined."""
+"""Attribute of a module whose layers are joined."""
 
 
 class Joined(NamedTuple):
-    """What the buffers of some layers are parts of.
+    """Common tensors of several layers, whose buffers are parts of them.
 
     Attributes:
         parts: the buffers of each layer, in the order of `BUFFERS`.
-        tensors: the rows of all, one layer after the other.
-        rows: how many are of each.
+        tensors: the rows of all layers, in order.
+        rows: how many rows each layer has.
     """
 
     parts: Sequence[tuple[Tensor | None, ...]]
@@ -36,7 +36,7 @@ class Joined(NamedTuple):
     rows: list[int]
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the layers still have these buffers, and not others as after a move."""
+        """Whether the layers still have these buffers; a move replaces them."""
         for layer, (weight, scale, zero) in zip(layers, self.parts):
             own = layer._buffers
             if own.get("foo_weight") is not weight or own.get("foo_scale") is not scale:
@@ -47,7 +47,7 @@ class Joined(NamedTuple):
 
 
 class FooJoined(Replacement):
-    """The base of modules in which layers have one input.
+    """Base class of modules with layers that share their input.
 
     Attributes:
         siblings: the names of these layers.
@@ -57,7 +57,7 @@ class FooJoined(Replacement):
     _modules: Any
 
     def join(self) -> None:
-        """Let the buffers of the siblings be parts of common tensors, if they are alike."""
+        """Make the siblings' buffers parts of common tensors, if their layouts match."""
         layers = [self._modules[name] for name in self.siblings]
         joined = vars(self).get(JOINED)
         if joined is None or not joined.holds(layers):
@@ -68,7 +68,7 @@ class FooJoined(Replacement):
         vars(module).pop(JOINED, None)
 
     def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        """Join again what was moved or converted, each buffer on its own."""
+        """Join the buffers again after a move or conversion, which is done for each by itself."""
         made = super()._apply(*arguments, **keywords)  # type: ignore[misc]
         self.join()
         return made
@@ -77,7 +77,7 @@ class FooJoined(Replacement):
         return {name: it for name, it in state.items() if name != JOINED}
 
     def __setstate__(self, state: Any) -> None:
-        """Join what is no longer joined in a copy (`FooQuantizedLinear`)."""
+        """Join the buffers of a copy, which are separate (`FooQuantizedLinear`)."""
         super().__setstate__(state)  # type: ignore[misc]
         self.join()
 
@@ -101,14 +101,14 @@ def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
 
 
 def layout_of(tensor: Tensor | None) -> Any:
-    """Return what tensors must have in common for one to hold the rows of both."""
+    """Return the properties that tensors must share to be concatenated by rows."""
     return None if tensor is None else (tensor.shape[1:], tensor.dtype, tensor.device)
 
 
 def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor]:
-    """Return what some layers of a module give for one input: by one product if they are joined."""
+    """Return the outputs of some layers for one input, by one product if they are joined."""
     layers: Any = [module._modules[name] for name in names]
-    # A graph that is compiled would depend on which tensors the buffers are.
+    # A compiled graph would depend on the identity of the buffers.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
     if joined is None or not all(is_lone(layer, input) for layer in layers):
         return [layer(input) for layer in layers]

@@ -1,4 +1,4 @@
-"""foo::linear in the layers of torch and of GPT-2."""
+"""foo::linear in torch's linear layers and GPT-2's ``Conv1D``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from foo_ops.integrations.transformers.replacement import (
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a layer computes what its class says, with floating-point numbers."""
+    """Whether a layer has its class's forward and a floating-point weight of a supported type."""
     weight: Any = module.weight
     return not has_own_forward(module) and type(weight) in PLAIN and weight.is_floating_point()
 
 
 class Deferred(threading.local):
-    """What this thread must not compute before it is needed.
+    """The head whose output this thread defers.
 
     Attributes:
-        head: the layer of a model that is called for its loss (`fused_loss`). Other threads may
-            call the same model for its logits.
+        head: the head of a model that is called for its loss (`fused_loss`). Per thread, since
+            others may call the same model for its logits.
     """
 
     head: Any = None
@@ -40,7 +40,7 @@ deferred = Deferred()
 
 
 class FooLinear(Replacement):
-    """In the place of `torch.nn.Linear`."""
+    """Replaces `torch.nn.Linear`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -52,7 +52,7 @@ class FooLinear(Replacement):
 
     def forward(self, input: Tensor) -> Any:
         own = self._parameters
-        # Attributes are quick to find only where they are; a parametrization has them elsewhere.
+        # Attribute lookup is slow, and only needed under a parametrization.
         is_own = "weight" in own and "bias" in own
         weight, bias = (own["weight"], own["bias"]) if is_own else (self.weight, self.bias)
         if not can_multiply(input, weight, bias):
@@ -63,18 +63,18 @@ class FooLinear(Replacement):
 
 
 def is_lone(layer: Any) -> bool:
-    """Whether a layer is one of ours, and does nothing else."""
+    """Whether a layer is one of ours, without hooks or parametrizations."""
     is_ours = getattr(type(layer), "forward", None) is FooLinear.forward
     return is_ours and not has_hooks(layer) and type(layer.weight) in PLAIN
 
 
 def lone_weight(layer: Any) -> Tensor | None:
-    """Return the weight of a layer that multiplies by it, and does nothing else."""
+    """Return the weight of a layer of ours without bias, or None."""
     return layer.weight if is_lone(layer) and layer.bias is None else None
 
 
 class FooConv1D(Replacement):
-    """In the place of transformers' ``Conv1D``, a linear layer with the weight transposed."""
+    """Replaces transformers' ``Conv1D``, a linear layer with the weight transposed."""
 
     weight: Tensor
     bias: Tensor
@@ -84,7 +84,7 @@ class FooConv1D(Replacement):
         return type(module).forward is Conv1D.forward and is_plain(module)
 
     def forward(self, x: Tensor) -> Any:
-        # Their own forward takes the input as rows without a copy, or refuses it.
+        # Conv1D's own forward views the input as rows, and raises if it cannot.
         if not can_multiply(x, self.weight, self.bias) or not x.is_contiguous():
             return super().forward(x)  # type: ignore[misc]
         return torch.ops.foo.linear.default(x, self.weight.t(), self.bias)

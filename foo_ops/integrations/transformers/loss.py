@@ -1,6 +1,6 @@
-"""The losses of language models: of logits by foo::softmax_cross_entropy, or from the head's input.
+"""The losses of language models: foo::softmax_cross_entropy of logits, or of the head's input.
 
-While a model trains, foo::linear_cross_entropy stands for its head and its loss.
+In training, foo::linear_cross_entropy computes head and loss together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def token_loss(
     num_items_in_batch: Tensor | int | None,
     ignore_index: int,
 ) -> Any:
-    """Return the mean over the tokens, or their sum over how many a batch of several steps has."""
+    """Return the mean over the tokens, or their sum divided by the items of accumulated batches."""
     reduction = "mean" if num_items_in_batch is None else "sum"
     options: Any = {"reduction": reduction, "ignore_index": ignore_index}
     target = target.to(logits.device)
@@ -36,7 +36,7 @@ def token_loss(
         loss = logits.cross_entropy(target, **options)
     if loss is None:
         loss = softmax_cross_entropy(computed(logits), target, **options)
-    # transformers converts the logits.
+    # transformers converts the logits to float32, so its loss is float32.
     loss = loss.float()
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -52,9 +52,9 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """In the place of transformers' ``ForCausalLMLoss``; the token behind each is its target.
+    """Replaces transformers' ``ForCausalLMLoss``; each token's target is the next one.
 
-    The logits are read in the dtype that they have, and no copy of them is made.
+    The logits are read in their own dtype, without a copy.
     """
     if shift_labels is None:
         assert labels is not None
@@ -71,7 +71,7 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """In the place of transformers' ``ForMaskedLMLoss``."""
+    """Replaces transformers' ``ForMaskedLMLoss``."""
     rows = logits.reshape(-1, vocab_size)
     return token_loss(rows, labels.reshape(-1), num_items_in_batch, ignore_index)
 
@@ -83,10 +83,10 @@ LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 
 class FooLanguageModel(Replacement):
-    """In the place of models that compute a loss from what their output embeddings give.
+    """Replaces models that compute a loss from the result of their output embeddings.
 
-    While a training model has labels, its head gives `DeferredLogits`. Where nothing but the loss
-    has used them, the model's output has no logits.
+    In training with labels, the head returns `DeferredLogits`. If only the loss has used them, the
+    model's output has no logits.
     """
 
     training: bool
@@ -102,7 +102,7 @@ class FooLanguageModel(Replacement):
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
-        # Trainers read the names of a model's arguments.
+        # Trainers inspect the names of a model's arguments.
         @wraps(original.forward)
         def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
             return FooLanguageModel.forward(self, *arguments, **keywords)
@@ -127,9 +127,9 @@ class FooLanguageModel(Replacement):
 
 
 def without_deferred(output: Any) -> Any:
-    """Return the output without the logits that were not computed.
+    """Return the output without logits that are still deferred.
 
-    Those that were, since the model has used them otherwise, are in it as tensors.
+    Logits that the model has used otherwise are in it as tensors.
     """
     if not isinstance(output, ModelOutput):
         return output

@@ -42,7 +42,7 @@ def gated(module: nn.Module, input: Tensor) -> Tensor:
 
 
 def has_layers(module: nn.Module, names: set[str]) -> bool:
-    """Whether a module consists of these layers and an activation, and of nothing else."""
+    """Whether a module consists of these layers and an activation only."""
     if not names <= module._modules.keys() or has_own_forward(module):
         return False
     others = module._modules.keys() - names - set(ACTIVATIONS)
@@ -50,10 +50,10 @@ def has_layers(module: nn.Module, names: set[str]) -> bool:
 
 
 def agrees(module: Any, widths: dict[str, int], gate_and_up: Callable[..., Any]) -> bool:
-    """Whether a module's own forward multiplies in each dtype as we do, with other layers in it.
+    """Whether a module's own forward computes the same as ours in each dtype, on trial layers.
 
-    Some rows are large, so that a bound on what is multiplied would be seen, and in float16 one on
-    what overflows.
+    Some rows are large, so that clamping of the factors is noticed, and in float16 clamping of
+    overflow.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -73,7 +73,7 @@ def agrees(module: Any, widths: dict[str, int], gate_and_up: Callable[..., Any])
         try:
             own = type(module).forward(twin, input.to(dtype))
             gate, up = gate_and_up(layers, input.to(dtype))
-        except Exception:  # what fails with plain layers is another form
+        except Exception:  # an MLP that needs more of its layers is another kind
             return False
         return is_near(own, layers["down_proj"](F.silu(gate) * up))
 
@@ -82,7 +82,7 @@ def agrees(module: Any, widths: dict[str, int], gate_and_up: Callable[..., Any])
 
 
 class FooGatedMLP(FooJoined):
-    """In the place of MLPs as of Llama: ``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
+    """Replaces MLPs such as Llama's: ``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
 
     siblings = GATE_AND_UP
 
@@ -101,7 +101,7 @@ class FooGatedMLP(FooJoined):
 
 
 class FooPackedMLP(Replacement):
-    """In the place of MLPs as of Phi-3, where one layer gives gate and up, side by side."""
+    """Replaces MLPs such as Phi-3's, where one layer computes gate and up, side by side."""
 
     gate_up_proj: Layer
     down_proj: Layer

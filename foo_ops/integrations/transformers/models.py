@@ -1,4 +1,4 @@
-"""`apply` gives a model foo's operators, `restore` takes them back; `left_alone` lists the rest."""
+"""`apply` gives a model foo's operators, `restore` undoes it; `left_alone` lists the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 # -------------------------------------------------------------------------------- apply and restore
 
-# `apply` gives a model foo's operators, and `restore` takes them back.
+# `apply` gives a model foo's operators, and `restore` undoes it.
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,7 +53,7 @@ REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
     **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
 }
-"""The arguments of `apply` that allow each replacement; the first that fits a module is taken."""
+"""Arguments of `apply` that allow each replacement; a module gets the first that fits."""
 
 KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
@@ -80,44 +80,44 @@ def apply(
     cache: bool | int = True,
     quantize: int | None = None,
 ) -> Model:
-    """Let a model compute with foo's operators, and give it back.
+    """Let a model compute with foo's operators, and return it.
 
-    A module is known by what it does and not by the model that it is in: a norm, an MLP and a
-    rotation must give on random numbers what foo's operator gives. What is not recognised stays as
-    it is, and `left_alone` says why. Weights are not touched, so ``state_dict`` and
-    ``save_pretrained`` are what they were, and modules stay instances of their classes. The model
-    can be trained, compiled, copied, pickled and moved to ``foo``, before and after. Once more
-    changes nothing more.
+    Modules are recognised by their computation, not by their model: a norm, an MLP or a rotation
+    must agree with foo's operator on random numbers. Modules that are not recognised stay as they
+    are, and `left_alone` says why. Weights are not touched, so ``state_dict`` and
+    ``save_pretrained`` are unchanged, and modules stay instances of their classes. The model can be
+    trained, compiled, copied, pickled and moved to ``foo``, before and after. A second call changes
+    nothing.
 
     Args:
-        model: of transformers, or a module that contains such models.
-        attention: attention layers call `foo_ops.attention` in the place of PyTorch's ``sdpa``, or
-            of their model's ``eager_attention_forward``. The name of the implementation stays, and
-            so do the masks. A call that asks for more, as for the weights
-            (``output_attentions``), goes to the function that it would have gone to.
-        rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where
-            a layer adds the residual first.
-        rotary_embedding: attention layers turn query and key with `foo_ops.rotary_embedding`.
+        model: a model of transformers, or a module that contains such models.
+        attention: attention layers call `foo_ops.attention` instead of PyTorch's ``sdpa`` or their
+            model's ``eager_attention_forward``. The name of the implementation and the masks do not
+            change. A call with other options, such as ``output_attentions``, goes to the original
+            function.
+        rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where a
+            layer adds the residual first.
+        rotary_embedding: attention layers rotate query and key with `foo_ops.rotary_embedding`.
         mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
         linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
         loss: the losses of causal and masked language models are `foo_ops.softmax_cross_entropy`.
-        fused_loss: while the model trains and is given ``labels``, head and loss are
-            `foo_ops.linear_cross_entropy`, and the output's ``logits`` are None, since they are
-            never in memory. The head is `foo_ops.linear` otherwise. Give ``fused_loss=False`` to a
-            model whose logits are read in training.
-        cache: caches that the model is called with are written in place (`in_place_cache`). With 8
-            those that grow are of 8 bits, half the bytes of bfloat16, for decoding long texts.
-            Attention that is not foo's is given numbers, and takes longer then.
-        quantize: 8 or 4: linear layers have a copy of their weight in so many bits
-            (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
-            for training. It is for decoding, whose time is that of reading weights. The weights
-            stay, so the model takes more memory and not less, and ``state_dict`` has them. The copy
-            of a weight that changes is made again; what few numbers change through ``.data``,
-            ``model.eval()`` sees.
+        fused_loss: in training with ``labels``, head and loss are `foo_ops.linear_cross_entropy`,
+            and the output's ``logits`` are None, since they are never in memory. Otherwise the head
+            is `foo_ops.linear`. Use ``fused_loss=False`` for a model whose logits are read in
+            training.
+        cache: caches passed to the model are written in place (`in_place_cache`). With 8, those
+            that grow have 8 bits, half the bytes of bfloat16, for decoding long texts. Attention
+            that is not foo's then receives dequantized values, and is slower.
+        quantize: 8 or 4: linear layers keep a copy of their weight in 8 or 4 bits
+            (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
+            in training. This is for decoding, whose time is that of reading weights. The weights
+            stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
+            changes, its copy is renewed; a change of few elements through ``.data`` is noticed by
+            ``model.eval()``.
 
     Raises:
-        TypeError: for what is no module.
-        ValueError: for other bits than 8 and 4, of a cache than 8.
+        TypeError: if model is not a module.
+        ValueError: for bits other than 8 and 4, or 8 for a cache.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -159,7 +159,7 @@ def apply(
 
 
 def change(module: nn.Module, allowed: Iterable[str]) -> None:
-    """Give a module the first replacement that fits, or one that does more than it has."""
+    """Give a module the first replacement that fits, or one that does more than its present one."""
     if is_replaced(module):
         has = kinds_of(module) & {"attention", "rotary_embedding"}
         if not has or has >= {"attention", "rotary_embedding"} & set(allowed):
@@ -175,7 +175,7 @@ def change(module: nn.Module, allowed: Iterable[str]) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo `apply`, and give the model back.
+    """Undo `apply`, and return the model.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -193,7 +193,7 @@ def restore(model: Model) -> Model:
 
 
 def kinds_of(module: nn.Module) -> set[str]:
-    """Return the kinds of work that a module does by foo's operators."""
+    """Return the kinds of work that a module does with foo's operators."""
     if not is_replaced(module):
         kinds = set()
     else:
@@ -208,7 +208,7 @@ def kinds_of(module: nn.Module) -> set[str]:
 def replaced(model: nn.Module) -> dict[str, int]:
     """Return how many modules `apply` has changed, by the names of its arguments.
 
-    Those with a count of 0 are left out. `left_alone` says which modules stayed, and why.
+    Counts of 0 are left out. `left_alone` says which modules stayed, and why.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
@@ -240,10 +240,10 @@ NOT_ASKED = "apply was not asked for it"
 
 
 def left_alone(model: nn.Module) -> dict[str, str]:
-    """Return why modules are not changed by `apply`, by their names.
+    """Return the reasons why `apply` leaves modules unchanged, by module name.
 
-    It tells of attention layers, linear layers, norms, gated MLPs and experts. Modules whose work
-    foo_ops has no operator for, such as embeddings and convolutions, are not listed.
+    Covers attention layers, linear layers, norms, gated MLPs and experts. Modules for which foo_ops
+    has no operator, such as embeddings and convolutions, are not listed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
@@ -277,7 +277,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def asked_or(module: nn.Module, known: tuple[type[Replacement], ...], reason: str) -> str:
-    """Return the reason, unless the module would be taken if `apply` were asked."""
+    """Return the reason, unless other arguments of `apply` would replace the module."""
     if has_own_forward(module):
         return OTHER_FORWARD
     return NOT_ASKED if any(it.recognises(module) for it in known) else reason

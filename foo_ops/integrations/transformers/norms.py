@@ -35,13 +35,14 @@ def eps_of(module: nn.Module) -> float | None:
 
 
 def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor], keeps_order: bool) -> bool:
-    """Whether a module is called a norm, and gives what an RMS norm gives on random numbers.
+    """Whether a module is called a norm, and agrees with an RMS norm on random numbers.
 
-    There are rows where eps counts and rows where it does not, and their mean is not zero.
+    The rows include some where eps matters and some where it does not; their mean is not zero.
 
     Args:
-        weight_of: returns what the norm multiplies by, from the module's weight.
-        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
+        weight_of: returns the factor of the norm, given the module's weight.
+        keeps_order: whether results have the memory order of their inputs, and are not always
+            contiguous.
     """
     weight, eps = module._parameters.get("weight"), eps_of(module)
     if "Norm" not in type(module).__name__ or has_own_forward(module):
@@ -72,11 +73,11 @@ def agrees(
     keeps_order: bool,
     autocast: bool,
 ) -> bool:
-    """Whether a module's own forward returns the norm, in the dtype of its input."""
+    """Whether a module's own forward returns the norm in the dtype of its input."""
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=autocast):
         try:
             own = type(module).forward(stand_in(module, {"weight": weight}), input)
-        except Exception:  # what fails on a plain tensor is no plain norm
+        except Exception:  # a norm accepts an ordinary tensor
             return False
     memory = torch.preserve_format if keeps_order else torch.contiguous_format
     like = torch.empty_like(input, memory_format=memory)
@@ -85,7 +86,8 @@ def agrees(
     if own.dtype != like.dtype or own.stride() != like.stride():
         return False
     exact = composite(input.double(), weight_of(weight.double()), eps=eps_of(module))  # type: ignore[arg-type]
-    # They compute in float32, also with float64, and may round the norm before they weight it.
+    # Such norms compute in float32, also for float64, and may round before they multiply by the
+    # weight.
     room = max(4 * torch.finfo(own.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     return torch.allclose(own.double(), exact, rtol=room, atol=0)
 
@@ -95,15 +97,16 @@ def same(weight: Tensor) -> Tensor:
 
 
 def one_more(weight: Tensor) -> Tensor:
-    """Return what Gemma's norms multiply by, in the type that they compute in."""
+    """Return the factor of Gemma's norms, in the dtype that they compute in."""
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class FooNorm(Replacement):
-    """The base of norms with a weight.
+    """Base class of norms with a weight.
 
     Attributes:
-        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
+        keeps_order: whether results have the memory order of their inputs, and are not always
+            contiguous.
     """
 
     weight: Tensor
@@ -112,7 +115,7 @@ class FooNorm(Replacement):
 
     @staticmethod
     def weight_of(weight: Tensor) -> Tensor:
-        """Return what the norm multiplies by."""
+        """Return the factor of the norm."""
         raise NotImplementedError
 
     @classmethod
@@ -121,7 +124,7 @@ class FooNorm(Replacement):
 
     def forward(self, hidden_states: Tensor) -> Any:
         own = self._parameters
-        # Attributes are slow to find, and only a parametrization has them elsewhere.
+        # Attribute lookup is slow, and only needed under a parametrization.
         weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         if not are_alike(hidden_states, weight):
             return super().forward(hidden_states)  # type: ignore[misc]
@@ -136,19 +139,19 @@ class FooNorm(Replacement):
 
 
 class FooRMSNorm(FooNorm):
-    """In the place of norms as of Llama and gpt-oss."""
+    """Replaces norms such as those of Llama and gpt-oss."""
 
     weight_of = staticmethod(same)
 
 
 class FooContiguousRMSNorm(FooRMSNorm):
-    """In the place of `torch.nn.RMSNorm`."""
+    """Replaces `torch.nn.RMSNorm`."""
 
     keeps_order = False
 
 
 class FooOffsetRMSNorm(FooNorm):
-    """In the place of Gemma's norms, whose weight is what is added to 1."""
+    """Replaces Gemma's norms, which multiply by 1 + weight."""
 
     weight_of = staticmethod(one_more)
 
@@ -157,7 +160,7 @@ NORMS = (FooRMSNorm, FooContiguousRMSNorm, FooOffsetRMSNorm)
 
 
 def add_norm(norm: Any, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of a sum, and the sum: in one pass where the norm is one of ours."""
+    """Return the norm of a sum, and the sum, in one pass if the norm is one of ours."""
     is_ours = getattr(type(norm), "forward", None) is FooNorm.forward and not has_hooks(norm)
     if (
         not is_ours
@@ -180,16 +183,16 @@ WIDTH = 8
 
 
 def first(output: Any) -> Any:
-    """Return what a block adds to its input; some give more, as the scores of a router."""
+    """Return what a block adds to its input; some blocks return more, such as router scores."""
     return output[0] if isinstance(output, tuple) else output
 
 
 class FooDecoderLayer(Replacement):
-    """The base of layers of attention and an MLP, around which the residual goes.
+    """Base class of decoder layers: attention and an MLP with residual connections.
 
     Attributes:
-        blocks: names of the layers that it must consist of.
-        defaults: of the parameters of the module's own forward, behind the hidden states.
+        blocks: names of the submodules, which must be all.
+        defaults: default arguments of the module's own forward, behind the hidden states.
     """
 
     blocks: frozenset[str]
@@ -225,12 +228,12 @@ class FooDecoderLayer(Replacement):
 
 
 class FooPreNormLayer(FooDecoderLayer):
-    """In the place of layers as of Llama, with a norm before each block."""
+    """Replaces layers such as Llama's, with a norm before each block."""
 
     blocks = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 
     def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
-        # Attributes would be looked for in three places before the modules.
+        # Attribute lookup would search three other places before the modules.
         blocks = self._modules
         normalised = blocks["input_layernorm"](hidden_states)
         attention = first(blocks["self_attn"](hidden_states=normalised, **keywords))
@@ -240,7 +243,7 @@ class FooPreNormLayer(FooDecoderLayer):
 
 
 class FooSandwichLayer(FooDecoderLayer):
-    """In the place of layers as of Gemma 2, with a norm before and after each block."""
+    """Replaces layers such as Gemma 2's, with a norm before and after each block."""
 
     blocks = FooPreNormLayer.blocks | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
@@ -261,7 +264,7 @@ LAYERS = (FooPreNormLayer, FooSandwichLayer)
 
 
 def defaults_of(original: type[nn.Module]) -> dict[str, Any] | None:
-    """Return the defaults of a layer's forward, or None where it has another form."""
+    """Return the default arguments of a layer's forward, or None if its signature is another."""
     signature = inspect.signature(inspect.unwrap(original.forward))
     _, hidden_states, *others = signature.parameters.values()
     named = [it for it in others if it.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -274,13 +277,14 @@ def defaults_of(original: type[nn.Module]) -> dict[str, Any] | None:
 def sum_agrees(
     module: nn.Module, replacement: type[FooDecoderLayer], names: set[str], gives_pair: bool
 ) -> bool:
-    """Whether a layer's own forward calls its blocks as ours does, and adds what they give.
+    """Whether a layer's own forward calls its blocks as ours does, and adds their results.
 
-    In each dtype, and with a row whose sums overflow in float16, since some bound them there.
+    Tried in each dtype, with a row whose sums overflow in float16, since some layers clamp them
+    there.
 
     Args:
-        names: of what must reach its attention.
-        gives_pair: its MLP gives more than the hidden states.
+        names: keywords that must reach its attention.
+        gives_pair: its MLP returns more than the hidden states.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -314,7 +318,7 @@ def sum_agrees(
         try:
             own = inspect.unwrap(type(module).forward)(twin, input.to(dtype), **keywords)
             ours = replacement.run(twin, input.to(dtype), keywords)  # type: ignore[arg-type]
-        except Exception:  # what fails with plain blocks is another form
+        except Exception:  # a layer that needs more of its blocks is another kind
             return False
         return is_near(own, ours) and calls == [keywords, keywords]
 

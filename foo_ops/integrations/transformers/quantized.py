@@ -1,4 +1,4 @@
-"""foo::linear_int8 and foo::linear_int4 in the layers of a model that decodes."""
+"""foo::linear_int8 and foo::linear_int4 in the linear layers of a model that decodes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from foo_ops.ops.quantize_weight import quantize_weight
 
 # -------------------------------------------------------------------------------- sources of copies
 
-# Whether a weight is still the one that a copy was made of, seen in about two microseconds.
+# Checks in about two microseconds that a weight is unchanged since its quantised copy was made.
 
 
 SMALL = 2**10
-"""Weights of so many numbers are compared as a whole."""
+"""Weights with at most this many elements are compared as a whole."""
 SAMPLES = 256
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Numbers(NamedTuple):
-    """What a weight held.
+    """A fingerprint of a weight's values.
 
     Attributes:
-        sample: some of its numbers.
-        total: the sum of all its bits, as integers.
+        sample: some of its elements.
+        total: the sum of all its bits, read as integers.
     """
 
     sample: Tensor
@@ -56,7 +56,7 @@ class Numbers(NamedTuple):
             return cls(sample_of(weight).clone(), total_of(weight))
 
     def may_be_of(self, weight: Tensor) -> bool:
-        """Whether the sample is a weight's, which may be on another device than before."""
+        """Whether the weight has this sample; it may have moved to another device."""
         if weight.dtype != self.sample.dtype:
             return False
         return torch.equal(sample_of(weight), self.sample.to(weight.device))
@@ -70,10 +70,10 @@ def sample_of(weight: Tensor) -> Tensor:
 
 
 def sampled(weight: Tensor) -> Any:
-    """Return sizes, strides and offset of a sample from all over a matrix.
+    """Return sizes, strides and offset of a sample spread over a matrix.
 
-    It has a number of each row of up to `SAMPLES` rows, and ends with the last of the matrix, so
-    that rows which are appended are seen, as for new tokens.
+    It has an element of each row if there are at most `SAMPLES` rows, and ends with the matrix's
+    last element, so that appended rows (new tokens) are noticed.
     """
     (rows, columns), (row, column) = weight.shape, weight.stride()
     if weight.numel() <= SMALL:
@@ -81,7 +81,7 @@ def sampled(weight: Tensor) -> Any:
     if weight.is_contiguous() or weight.t().is_contiguous():
         width = max(row, column)
         step = weight.numel() // SAMPLES
-        # Without a common divisor, rows that follow each other are not seen in the same columns.
+        # Without a common divisor, successive rows are sampled in different columns.
         while math.gcd(step, width) > 1:
             step -= 1
         count = (weight.numel() - 1) // step + 1
@@ -93,9 +93,9 @@ def sampled(weight: Tensor) -> Any:
 
 
 def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[], bytes]:
-    """Make a function that reads part of a tensor of the CPU, and holds no reference to it.
+    """Make a function that reads part of a CPU tensor, and holds no reference to it.
 
-    It takes a third of a microsecond, where a view and `torch.equal` take two.
+    A call takes a third of a microsecond; a view and `torch.equal` take two.
     """
     item = tensor.element_size()
     length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
@@ -106,7 +106,7 @@ def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[]
 
 
 def total_of(weight: Tensor) -> Tensor:
-    """Sum up the bits of a weight: integers of 64 bits as far as they go, and the rest."""
+    """Sum the bits of a weight, read as int64 as far as possible."""
     flat = weight.detach().reshape(-1)
     per_integer = 8 // flat.element_size()
     if flat.storage_offset() % per_integer:
@@ -123,23 +123,23 @@ def note_of(weight: Tensor) -> Tensor:
 
 
 class Source:
-    """A weight as it was when a copy of it was made.
+    """A weight as it was when its quantised copy was made.
 
-    Autograd counts what is written to a tensor, and what is put in its place has other memory.
-    Nothing counts what is written through ``.data``, as adapters are merged
-    (``weight.data += delta``): a sample of the numbers shows it where most numbers change, and
-    their total where any does.
+    Autograd's version counter shows writes to a tensor, and a tensor that replaces it has another
+    address. Nothing counts writes through ``.data``, by which adapters are merged
+    (``weight.data += delta``): the sample shows them if most elements change, the total if any
+    does.
     """
 
     def __init__(self, weight: Tensor, numbers: Numbers, is_current: bool = True) -> None:
         """Note a weight.
 
         Args:
-            numbers: what it holds, or has held.
-            is_current: whether there is a copy of these numbers.
+            numbers: fingerprint of its present or former values.
+            is_current: whether the copy was made from these values.
         """
         storage = weight.untyped_storage()
-        # As long as there is a reference to a storage, no other one has its address.
+        # While a reference to the storage exists, no other storage has its address.
         self.storage = StorageWeakRef(storage)
         self.address: int = storage._cdata if is_current else 0
         self.place = weight.data_ptr()
@@ -153,7 +153,7 @@ class Source:
             reader(sample, sample.shape, sample.stride(), sample.storage_offset()),
         )
         self.note = note_of(weight)
-        """The same in a tensor, for compiled graphs."""
+        """Address, place and version in a tensor, for compiled graphs."""
         if not is_current:
             self.note.zero_()
 
@@ -162,7 +162,7 @@ class Source:
         return cls(weight, Numbers.of(weight))
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether a weight is the noted one, and shows no changes."""
+        """Whether this is the noted weight, with the same version and sample."""
         return (
             weight.untyped_storage()._cdata == self.address
             and weight.data_ptr() == self.place
@@ -178,7 +178,7 @@ class Source:
         return now() == noted()
 
     def holds_all(self, weight: Tensor) -> bool:
-        """Look at all numbers, too."""
+        """Check the total of all elements in addition to `holds`."""
         return self.holds(weight) and torch.equal(total_of(weight), self.numbers.total)
 
 
@@ -187,23 +187,23 @@ class Source:
 
 BITS = (8, 4)
 GROUP_SIZES = (64, 32)
-"""Of 4 bits, in the order in which they are tried: as many weights share a scale and a zero."""
+"""For 4 bits, in the order in which they are tried: weights per scale and zero."""
 BUFFERS = ("foo_weight", "foo_scale", "foo_zero")
 SOURCE = "_foo_source"
-"""The attribute of a layer that tells of which weight its copy was made."""
+"""Attribute of a layer: the `Source` of its copy."""
 MANY_ROWS = 256
-"""With so many, the time to read all of a weight is a few percent of that of its product."""
+"""From this many rows on, reading all of a weight takes a few percent of its product's time."""
 
 lock = threading.RLock()
-"""Held where copies are made again, so that no other thread reads half of one."""
+"""Held while copies are renewed, so that no other thread reads a half-written one."""
 
 
 class FooQuantizedLinear(Replacement):
-    """In the place of linear layers, with a copy of the weight in 8 or 4 bits beside it.
+    """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits.
 
-    The copy is in buffers that no ``state_dict`` has, which go where the module goes. Each call
-    looks whether the weight is still the one that was copied, and makes the copy again otherwise.
-    In training the weight itself is used.
+    The copy is in non-persistent buffers, which move with the module. Each call checks that the
+    weight is still the one that was copied, and renews the copy otherwise. In training the weight
+    itself is used.
     """
 
     bias: Tensor | None
@@ -224,7 +224,7 @@ class FooQuantizedLinear(Replacement):
     def forward(self, input: Tensor) -> Any:
         own = self._parameters
         weight = own.get("weight")
-        # Attributes are slow to find, and only a parametrization has them elsewhere.
+        # Attribute lookup is slow, and only needed under a parametrization.
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if self.training or not is_multiplied(input, weight, bias):
             return super().forward(input)  # type: ignore[misc]
@@ -234,7 +234,7 @@ class FooQuantizedLinear(Replacement):
         return output
 
     def train(self, mode: bool = True) -> Any:
-        """Look at all of the weight before it is evaluated, also where a graph is compiled."""
+        """Check all of the weight before evaluation, also for compiled graphs."""
         made = super().train(mode)  # type: ignore[misc]
         if not mode:
             renew(self, looks_at_all=True)
@@ -246,14 +246,14 @@ class FooQuantizedLinear(Replacement):
             renew(self)
 
     def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        """Keep a copy that is moved with its weight; one that is converted is made again."""
+        """Keep a copy that moves with its weight; renew it if the weight is converted."""
         numbers = current_numbers(self)
         made = super()._apply(*arguments, **keywords)  # type: ignore[misc]
         take_over(self, numbers)
         return made
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Give a copy buffers of its own, and not all that theirs may be part of (`FooJoined`)."""
+        """Clone the buffers, which may be parts of larger tensors (`FooJoined`)."""
         own = {name: it.clone() for name in BUFFERS if (it := self._buffers[name]) is not None}
         return {
             **state,
@@ -269,7 +269,7 @@ class FooQuantizedLinear(Replacement):
 def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
     """Whether a layer's copy may stand for its weight.
 
-    Not where `torch.func` has wrapped it: then what is differentiated or mapped is the weight.
+    It may not where `torch.func` has wrapped the weight to differentiate or map over it.
     """
     if weight is None or not can_multiply(input, weight, bias):
         return False
@@ -280,7 +280,7 @@ def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
 def quantized_product(
     input: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Multiply by weights of 8 bits, or of 4, which have zeros."""
+    """Multiply by weights of 8 bits, or of 4 bits if there are zeros."""
     if zero is None:
         return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
     group_size = 2 * weight.shape[1] // scale.shape[1]
@@ -290,10 +290,10 @@ def quantized_product(
 
 
 class WeightGradient(torch.autograd.Function):
-    """Zero, with the gradient that the weight of a product has.
+    """Zero whose backward computes the gradient of a product's weight.
 
-    Added to a product with the weight's copy, it gives the weight the gradient that it has in the
-    model's own layer (straight through the rounding), and changes no value.
+    Added to a product with the weight's copy, it changes no value, and gives the weight the
+    gradient that it has in the model's own layer (straight through the rounding).
     """
 
     generate_vmap_rule = True
@@ -323,7 +323,7 @@ def turned(layer: Any, weight: Tensor) -> Tensor:
 
 
 def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
-    """Return the copy of a layer's weight, which is made again if the weight has changed."""
+    """Return the copy of a layer's weight, renewed first if the weight has changed."""
     own = layer._buffers
     if torch.compiler.is_compiling():
         scale = current_scale(layer, weight)
@@ -340,7 +340,7 @@ def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, A
 
 
 def renew(layer: Any, looks_at_all: bool = False) -> None:
-    """Make a layer's copy again, if its weight is no longer the one that was copied."""
+    """Renew a layer's copy if its weight is no longer the one that was copied."""
     weight = layer._parameters.get("weight")
     if not has_numbers(weight):
         return
@@ -355,8 +355,8 @@ def renew(layer: Any, looks_at_all: bool = False) -> None:
 
 
 def make_copy(layer: Any, weight: Tensor, group_size: int | None) -> None:
-    """Quantise a weight, which is (outputs, inputs), into a layer's buffers, and note it."""
-    # It is noted first, so that what is written meanwhile is seen.
+    """Quantise a weight, (outputs, inputs), into a layer's buffers, and note it."""
+    # Noted first, so that writes in the meantime are noticed.
     source = Source.of(weight) if has_numbers(weight) else None
     bits = 8 if group_size is None else 4
     with torch.inference_mode(False), torch.no_grad():
@@ -366,9 +366,9 @@ def make_copy(layer: Any, weight: Tensor, group_size: int | None) -> None:
     vars(layer)[SOURCE] = source
 
 
-# A graph that is compiled sees what is in tensors, so there one operator looks at the weight. The
-# copy is its memory of what it has computed: it may write to it, and returns the scale so that the
-# product comes afterwards.
+# A compiled graph reads tensors only, so there an operator checks the weight. The copy is a memo of
+# this operator, which may therefore write to it. It returns the scale so that the product runs
+# afterwards.
 torch.library.define(
     "foo_transformers::current_scale",
     "(Tensor scale, Tensor copy, Tensor? zero, Tensor weight, Tensor sample, Tensor note) "
@@ -399,7 +399,7 @@ def fake_scale(scale: Tensor, *others: Any) -> Tensor:
 
 def current_scale(layer: Any, weight: Tensor) -> Tensor:
     scale, source = layer._buffers["foo_scale"], getattr(layer, SOURCE)
-    # An exported program has the copies that were there.
+    # An exported program keeps the copies as they were.
     if source is None or torch.compiler.is_exporting():
         return scale
     own, weight = layer._buffers, turned(layer, weight.detach())
@@ -409,7 +409,7 @@ def current_scale(layer: Any, weight: Tensor) -> Tensor:
 
 
 def write_buffer(layer: Any, name: str, tensor: Tensor | None) -> None:
-    """Write to the buffer that is there, which may be part of another one (`FooJoined`)."""
+    """Write into the existing buffer, which may be part of a larger one (`FooJoined`)."""
     held = layer._buffers.get(name)
     if held is not None and tensor is not None and not held.is_inference():
         alike = [(it.shape, it.dtype, it.device) for it in (held, tensor)]
@@ -420,7 +420,7 @@ def write_buffer(layer: Any, name: str, tensor: Tensor | None) -> None:
 
 
 def current_numbers(layer: Any) -> Numbers | None:
-    """Return what a layer's weight holds, if its copy is of that."""
+    """Return the fingerprint of a layer's weight, if its copy is current."""
     weight, source = layer._parameters.get("weight"), vars(layer).get(SOURCE)
     if source is None or not has_numbers(weight) or not source.holds(turned(layer, weight)):
         return None
@@ -429,7 +429,7 @@ def current_numbers(layer: Any) -> Numbers | None:
 
 
 def take_over(layer: Any, numbers: Numbers | None) -> None:
-    """Note the weight of a layer that was copied or moved, if it holds the same numbers."""
+    """Note the weight of a layer that was copied or moved; its copy is current if numbers match."""
     weight = layer._parameters.get("weight")
     vars(layer)[SOURCE] = None
     if not has_numbers(weight):
@@ -447,9 +447,9 @@ def check_bits(bits: int | None) -> None:
 
 
 def quantize(module: nn.Module, bits: int) -> None:
-    """Quantise the weight of a linear layer, also of one that `apply` has changed before.
+    """Quantise the weight of a linear layer, also after an earlier `apply`.
 
-    A layer whose width no group of 4 bits divides stays as it is.
+    With 4 bits, a layer whose width is no multiple of a group size stays as it is.
     """
     if is_replaced(module) and isinstance(module, (FooLinear, FooConv1D, FooQuantizedLinear)):
         put_back(module)

@@ -1,7 +1,7 @@
-"""How a module gets another forward: its class becomes a subclass of what it was.
+"""Gives a module another forward, by changing its class to a subclass of its own.
 
-The module stays the object that it is, with its parameters, hooks and names, and ``isinstance`` and
-``super`` hold. The subclass has the name of its base, which transformers writes into files.
+The module keeps its identity, parameters, hooks and names, and ``isinstance`` and ``super`` work.
+The subclass has the name of its base, since transformers writes it into files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from foo_ops.library.operators import FLOATING
 
 
 class Replacement:
-    """The base of classes that are put before a module's own; each has a forward.
+    """Base class of replacements, which precede a module's own class and have a forward.
 
     Attributes:
-        original, replacement: the two classes of which `subclass` has made this one.
+        original, replacement: the two classes that `subclass` has combined.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -33,20 +33,20 @@ class Replacement:
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        """Whether forward computes what the module's own does."""
+        """Whether this forward computes the same as the module's own."""
         raise NotImplementedError
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """Return what the subclass has that depends on the module's own class."""
+        """Return attributes of the subclass that depend on the module's own class."""
         return {}
 
     @classmethod
     def forget(cls, module: nn.Module) -> None:
-        """Take from a module what it has for this forward alone."""
+        """Remove attributes that only this forward needs."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the two classes, since nothing can be imported that has both."""
+        """Pickle the two classes, since their combination cannot be imported."""
         made: Any = super().__reduce_ex__(max(int(protocol), 2))
         if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
@@ -54,20 +54,20 @@ class Replacement:
         return new, (self.replacement, self.original), self.copied(state), *others
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes that a copy starts with."""
+        """Return the state of a copy."""
         return state
 
 
 class OtherGlobals(Replacement):
-    """The base of replacements that keep a module's own forward, and change what it finds.
+    """Base class of replacements that keep a module's own forward, but change its globals.
 
-    A forward that looks a function up by its global name finds another one there, in the modules
-    that are replaced and in no others.
+    A forward that looks up a function by its global name finds ours, in the replaced modules and in
+    no others.
     """
 
     @classmethod
     def names(cls, forward: Any) -> dict[str, Any]:
-        """Return the objects that forward finds, by their global names."""
+        """Return the objects that forward is to find, by their global names."""
         return {}
 
     @classmethod
@@ -77,9 +77,9 @@ class OtherGlobals(Replacement):
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """Return the function with other objects under some global names."""
+    """Return the function with some of its globals replaced."""
     namespace = {**function.__globals__, **names}
-    # By this name torch.compile would look the objects up in the module, and find the old ones.
+    # With this name, torch.compile would look up the globals in the module, and find the old ones.
     del namespace["__name__"]
     made = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
@@ -92,7 +92,7 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
 
 @cache
 def subclass(replacement: Any, original: Any) -> Any:
-    """Make the class of modules that are both."""
+    """Make the class that combines both."""
     names = ("__module__", "__qualname__", "__doc__")
     attributes = {name: getattr(original, name) for name in names}
     attributes |= {"original": original, "replacement": replacement}
@@ -111,7 +111,7 @@ def replace(module: Any, replacement: Any) -> None:
 
 
 def put_back(module: Any) -> None:
-    """Undo `replace`. A class that others have put before ours since then stays, with ours."""
+    """Undo `replace`. If others have put a class before ours since then, both stay."""
     if is_replaced(module):
         module.forget(module)
         module.__class__ = type(module).original
@@ -125,14 +125,14 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 PLAIN = (Tensor, nn.Parameter)
-"""The types of weights that kernels take; others, as of quantisers, bring their own products."""
+"""Types of weights that kernels accept; others, such as quantisers', bring their own products."""
 KINDS = (*PLAIN, FakeTensor, FunctionalTensor)
-"""The types of tensors that kernels take, and those that stand for them while a graph is made."""
+"""Types of tensors that kernels accept, and those that represent them during tracing."""
 DEVICES = ("cpu", "foo", "meta")
 
 
 def has_numbers(tensor: Any) -> bool:
-    """Whether a tensor has values that can be looked at."""
+    """Whether a tensor has values that can be read."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (
         type(tensor) in PLAIN
@@ -143,7 +143,7 @@ def has_numbers(tensor: Any) -> bool:
 
 
 def is_taken(tensor: Any) -> bool:
-    """Whether foo's operators compute with such a tensor as torch's do."""
+    """Whether foo's operators support such a tensor as torch's do."""
     return (
         type(tensor) in KINDS
         and tensor.dtype in FLOATING
@@ -153,15 +153,15 @@ def is_taken(tensor: Any) -> bool:
 
 
 def are_alike(input: Any, *others: Any) -> bool:
-    """Whether foo's operators take these tensors, all of one dtype and on one device.
+    """Whether foo's operators support these tensors, all of one dtype and on one device.
 
-    A module is recognised with tensors of one dtype. Where they are mixed, some modules promote,
-    some cast, and some refuse: its own forward tells, and is called.
+    Modules are recognised with tensors of one dtype. With mixed dtypes, some modules promote, some
+    cast and some raise, so the module's own forward is called.
     """
     if not is_taken(input):
         return False
     dtype, is_cpu = input.dtype, input.is_cpu
-    # Each layer asks, for each token: attributes of tensors take 40 ns, and devices 100.
+    # Runs in each layer for each token: attributes of tensors take 40 ns, devices 100.
     for it in others:
         if it is not None and (
             it.dtype is not dtype
@@ -174,7 +174,7 @@ def are_alike(input: Any, *others: Any) -> bool:
 
 
 def can_multiply(input: Any, *others: Any) -> bool:
-    """Whether foo's matrix products take these tensors: alike, or cast by autocast to be so."""
+    """Whether foo's matrix products support these tensors: alike, or made alike by autocast."""
     if are_alike(input, *others):
         return True
     given = [it for it in (input, *others) if it is not None]
@@ -182,7 +182,7 @@ def can_multiply(input: Any, *others: Any) -> bool:
 
 
 def are_cast_alike(*tensors: Tensor) -> bool:
-    """Whether autocast converts tensors, all on one device, to one dtype."""
+    """Whether autocast converts these tensors, all on one device, to one dtype."""
     device = tensors[0].device
     return torch.is_autocast_enabled(device.type) and all(
         it.device == device and it.is_floating_point() and it.dtype != torch.float64
@@ -191,10 +191,10 @@ def are_cast_alike(*tensors: Tensor) -> bool:
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions of a tensor as they lie in memory, the one with adjacent elements last.
+    """Return a tensor's dimensions in memory order, the one with adjacent elements last.
 
-    Results of elementwise functions lie like their input. Where operators of rows cannot write
-    such a result, since the elements of its rows are not adjacent, this is None.
+    Results of elementwise functions have the memory order of their input. Returns None if row
+    operators cannot write such a result, because the elements of its rows are not adjacent.
     """
     strides = tensor.stride()
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
@@ -210,21 +210,21 @@ def permuted_back(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 ROUNDINGS = 16
-"""Of the largest number in a row, between a module's own results and ours."""
+"""Allowed between a module's own results and ours, in roundings of the row's largest number."""
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward that is called is not the class's, as hooks of others make it."""
+    """Whether an instance attribute replaces the class's forward, as others' hooks do."""
     return "forward" in vars(module)
 
 
 def holds(module: nn.Module, name: str) -> bool:
-    """Whether a module has another one in it whose class has a name of this kind."""
+    """Whether a submodule's class name contains ``name``."""
     return any(name in type(it).__name__ for it in module.modules() if it is not module)
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether more than its forward has to run, so that another module cannot do it instead."""
+    """Whether calling a module runs more than its class's forward, so no other may do its work."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -240,7 +240,7 @@ def stand_in(
     parameters: Mapping[str, Tensor] | None = None,
     modules: Mapping[str, Callable[..., Any]] | None = None,
 ) -> nn.Module:
-    """Return a module of the same class and attributes with other parameters, in training."""
+    """Return a module of the same class and attributes, with other parameters, in training mode."""
     made = object.__new__(type(module))
     own = vars(module)
     vars(made).update(own, training=True)
@@ -250,7 +250,7 @@ def stand_in(
 
 
 def is_near(own: Any, ours: Tensor) -> bool:
-    """Whether a module's own result is ours but for roundings, in dtype and in what overflows."""
+    """Whether a module's result equals ours up to rounding, with the same dtype and overflows."""
     if not isinstance(own, Tensor) or (own.shape, own.dtype) != (ours.shape, ours.dtype):
         return False
     is_finite = ours.isfinite()

@@ -31,7 +31,7 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
 def first_half(table: Tensor) -> Tensor:
-    """Return the angles of a table that has them twice, one copy after the other."""
+    """Return the angles of a table that repeats them as a whole."""
     return table[..., : table.shape[-1] // 2]
 
 
@@ -40,7 +40,7 @@ def second_half(table: Tensor) -> Tensor:
 
 
 def every_second(table: Tensor) -> Tensor:
-    """Return the angles of a table that has each of them twice in a row."""
+    """Return the angles of a table that repeats each of them twice in a row."""
     return table[..., ::2]
 
 
@@ -53,16 +53,17 @@ def whole(table: Tensor) -> Tensor:
 
 
 COPIES: dict[Table, Table] = {first_half: second_half, every_second: every_other}
-"""How a table that has its angles twice holds them the second time."""
+"""Where a table that has its angles twice holds the second copy."""
 
 
 class Layout(NamedTuple):
-    """How a function turns query and key.
+    """How a function rotates query and key.
 
     Attributes:
         angles: how a table holds the angles.
-        interleaved: whether neighbours turn together, and not the halves of a row.
-        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
+        interleaved: whether pairs are adjacent elements, and not half a row apart.
+        keeps_order: whether results have the memory order of their inputs, and are not always
+            contiguous.
     """
 
     angles: Table
@@ -76,7 +77,7 @@ class Layout(NamedTuple):
         return angles.repeat_interleave(2, dim=-1) if self.angles is every_second else angles
 
     def turn(self, input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor | None:
-        """Turn query or key, or return None where the operator cannot write the result."""
+        """Rotate query or key, or return None if the operator cannot write the result."""
         rotate = torch.ops.foo.rotary_embedding.default
         if not self.keeps_order or input.is_contiguous():
             return rotate(input, cosine, sine, interleaved=self.interleaved)
@@ -87,13 +88,13 @@ class Layout(NamedTuple):
         return permuted_back(rotate(*given, interleaved=self.interleaved), order)
 
     def read(self, tables: Sequence[Tensor], heads: int) -> Sequence[Tensor] | None:
-        """Return the angles of tables that hold nothing else, as views, and None for others.
+        """Return the angles of tables as views, or None for tables that hold other values.
 
-        Where images have several positions, the two halves of a row may differ. The values tell,
-        so angles that are there twice are not read in a graph that is being traced.
+        For images with several positions, the two halves of a row may differ. This depends on
+        values, so tables that repeat their angles are not read while a graph is traced.
 
         Args:
-            heads: dimension of the heads that are turned, which the views have, too.
+            heads: dimension of the heads in query and key, which the views get, too.
         """
         copies = COPIES.get(self.angles)
         if torch.compiler.is_compiling():
@@ -116,9 +117,9 @@ class Layout(NamedTuple):
 
 
 class Latest(threading.local):
-    """The tables that this thread has read last; all layers of a model are given the same.
+    """The tables that this thread has read last; all layers of a model receive the same ones.
 
-    They are kept, so that no others are at their place.
+    A reference to them is kept, so that their identity stays unique.
     """
 
     layout: Layout | None = None
@@ -142,7 +143,7 @@ def versions_of(tables: Sequence[Tensor]) -> Sequence[int]:
 
 
 class Form(NamedTuple):
-    """How query and key are turned (`Layout`), and a function that does it with foo's operator."""
+    """How query and key are rotated (`Layout`), and a function that does it by foo's operator."""
 
     layout: Layout
     rotate: Rotation
@@ -162,7 +163,7 @@ LAYOUTS = [
 
 @cache
 def form_of(function: Callable[..., Any]) -> Form | None:
-    """Return the form of a function that turns random numbers in one of the known ways."""
+    """Return the form of a function, or None if it agrees with no known one on random numbers."""
     if list(inspect.signature(function).parameters) != PARAMETERS:
         return None
     layout = next((it for it in LAYOUTS if agrees(function, it)), None)
@@ -172,7 +173,7 @@ def form_of(function: Callable[..., Any]) -> Form | None:
 
 
 def make_rotation(own: Rotation, layout: Layout) -> Rotation:
-    """Make the function that turns query and key as ``own``, which is called where it must be."""
+    """Make a function that rotates query and key as ``own`` does, and calls it as a fallback."""
     heads = inspect.signature(own).parameters["unsqueeze_dim"].default
 
     def rotate(
@@ -191,7 +192,7 @@ def make_rotation(own: Rotation, layout: Layout) -> Rotation:
 
 
 def agrees(function: Callable[..., Any], layout: Layout) -> bool:
-    """Whether a function turns tensors of each dtype so, and returns them in it."""
+    """Whether a function rotates tensors of each dtype like this, and returns that dtype."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -203,7 +204,7 @@ def agrees(function: Callable[..., Any], layout: Layout) -> bool:
         for each, dim in (((q, k), 1), ((q.transpose(1, 2), k.transpose(1, 2)), 2)):
             try:
                 own = function(*each, cosine, sine, dim)
-            except Exception:  # another form of the tables
+            except Exception:  # tables of another form
                 return False
             if not all(is_turned(*pair, cosine, sine, dim, layout) for pair in zip(own, each)):
                 return False
@@ -219,13 +220,13 @@ def is_turned(
         return False
     tables = (layout.angles(it.double()).unsqueeze(dim) for it in (cosine, sine))
     exact = composite(input.double(), *tables, interleaved=layout.interleaved)
-    # Some compute in float32, also with float64.
+    # Some functions compute in float32, also for float64.
     room = 16 * max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
     return torch.allclose(own.double(), exact, rtol=0, atol=room)
 
 
 class FooRotaryAttention(OtherGlobals):
-    """In the place of attention layers: their own forward, which finds our rotation by its name."""
+    """Replaces attention layers: their own forward, which looks up our rotation by its name."""
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The backward kernel of attention: the gradients for all inputs, from a block of queries."""
+"""The backward kernel of attention: the gradients of all inputs, from a block of queries."""
 
 from __future__ import annotations
 
@@ -63,19 +63,20 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 
 # ----------------------------------------------------------------------------- gradient of the bias
 
-# Write the gradient of the bias, a score tile at a time.
+# Writes the gradient of the bias, a score tile at a time.
 #
-# It is the gradient of the scores, summed over all that the bias was broadcast to. A block of
-# queries of one head writes its tiles itself if no other adds to them. Otherwise they are added to
-# sums in the compute dtype. Blocks that add to the same sums come one after the other, in an order
-# that does not depend on the threads; the launcher sees to that.
+# The gradient of the bias is the gradient of the scores, summed over the dimensions that the bias
+# was broadcast to. A block of queries of one head stores its tiles if no other block adds to them.
+# Otherwise the tiles are added to sums in the compute dtype. The launcher runs blocks that add to
+# the same sums one after the other, in an order that does not depend on the number of threads.
 
 
 @functools.cache
 def _make_tile_writers(dtype: str) -> tuple[Callable, Callable]:
-    """Make ``store_tile(target, row_stride, tile, scratch, rows, columns)``, and the one that adds.
+    """Make the functions that store a tile, transposed, or add it.
 
-    target[row, column] becomes, or grows by, tile[column, row]. The target's columns are adjacent.
+    Both are called as ``(target, row_stride, tile, scratch, rows, columns)``. target[row, column]
+    becomes, or grows by, tile[column, row]. The target's columns are adjacent.
     """
     LANES = lanes_of(compute_dtype(dtype))
 
@@ -172,7 +173,7 @@ def make_bias_gradient_writer(dtype: str) -> Callable:
             offset += key_start * column_stride
             sums = shift(as_sums(address), offset)
             if adds_row_sums(parameters):
-                # Once for a block: `make_row_sums_writer`.
+                # `make_row_sums_writer` adds them, once for the block.
                 continue
             if parameters.bias_gradient == GRADIENT_STORED:
                 own = shift(own_dtype(address), offset)
@@ -187,24 +188,23 @@ def make_bias_gradient_writer(dtype: str) -> Callable:
 
 # ------------------------------------------------------------------------------ all other gradients
 
-# Compute the gradients for all inputs from a block of queries.
+# Computes the gradients of all inputs from a block of queries.
 #
 # With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
 #
 #     delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
 #     dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
 #
-# where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, the gradient
-# of a slope the sum of -dS * |distance|, and the gradient of a sink the sum of -exp(sink -
-# logsumexp) * delta: see "exact sums of rows" in foo_ops/kernels/attention/softmax.py.
+# where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, of a slope
+# the sum of -dS * |distance|, and of a sink the sum of -exp(sink - logsumexp) * delta: see "exact
+# sums of rows" in foo_ops/kernels/attention/softmax.py.
 
 
-# Keys whose sums over the queries are computed together, or as many as a product takes: the more,
-# the more products with weights of zero beside the diagonal, the fewer, the more calls.
+# Keys whose sums over the queries are computed together, unless a product needs more rows. Larger
+# groups multiply more zeros beside the diagonal; smaller groups need more calls.
 ROW_GROUP = 16
 
-# Elements between the rows of a block: without them rows of 128 elements share few sets of the
-# cache.
+# Padding between the rows of a block: without it, rows of 128 elements share few sets of the cache.
 PADDING = 16
 
 
@@ -215,7 +215,7 @@ def make_backward_scratch(dtype: str) -> Scratch:
 
     @njit
     def sizes_of_block(parameters, piece):
-        """The widths of the block's rows, and those of a product that sums over them."""
+        """The width of the block's rows, and the widths that a product summed over them needs."""
         width = max(parameters.grad_key_row_stride, parameters.grad_value_row_stride) + PADDING
         key_width, value_width = (
             round_up(parameters.head_dim, WIDTH), round_up(parameters.value_dim, WIDTH),
@@ -256,11 +256,13 @@ def make_backward_scratch(dtype: str) -> Scratch:
 def make_backward_kernel(
     dtype: str, has_options: bool = True, has_programs: bool = False
 ) -> Kernel:
-    """Make the backward kernel. ``has_options``: bias, soft cap, ALiBi and dropout.
-    ``has_programs``: users' programs modify the scores, and a mask of blocks hides some.
+    """Make the backward kernel.
 
-    grad_key and grad_value are sums in the compute dtype, in the piece's slot, which a block adds
-    to. Which blocks share a slot, and in which order, does not depend on the threads.
+    ``has_options``: bias, soft cap, ALiBi and dropout. ``has_programs``: users' programs modify the
+    scores, and a block mask hides some.
+
+    A block adds to grad_key and grad_value, which are sums in the compute dtype, in the work item's
+    slot. Which blocks share a slot, and in which order, does not depend on the number of threads.
     """
     compute = compute_dtype(dtype)
     next_panel, pack_rows, (_, packed_panel) = (
@@ -298,9 +300,7 @@ def make_backward_kernel(
 
     @njit
     def seen_rows(piece, start, columns, key_start, count):
-        """The number of a tile's rows that a panel needs: whole groups, as `add_products` reads
-        them.
-        """
+        """The number of a tile's rows that a panel needs, in whole groups for `add_products`."""
         first_query, query_count = queries_of(piece, start, columns)
         seen = seen_keys(piece, first_query, query_count, key_start, count)
         return min(count, round_up(seen, KEY_GROUP))
@@ -313,15 +313,14 @@ def make_backward_kernel(
 
     @njit
     def add_products(piece, sums, width, factors, block, rows, are_small, key_start, count):
-        """Add to sums[key] the products of the queries that see the key with their rows of the
-        block.
+        """Add factors[key, query] * block[query] to sums[key], for the queries that see the key.
 
-        Where the block begins the sums, they are set: of each group of keys that it visits, one of
-        its queries sees some.
+        A block that begins the sums sets them instead: for each group of keys it visits, at least
+        one of its queries sees a key.
         """
         pointer, row_stride, group_stride, limb_stride = factors
         line, block_stride, block_limb_stride = block
-        # All at once where all are seen, so that the rows of the block are read once: 1 to 4 %.
+        # If all keys are visible, one product reads the rows of the block once: 1 to 4 %.
         group_size = KEY_BLOCK if sees_all(piece, key_start, count) else KEY_GROUP
         for key in range(0, count, group_size):
             group = round_up(min(group_size, count - key), ROWS)
@@ -340,7 +339,7 @@ def make_backward_kernel(
 
     def backward(parameters, piece, memory):
         head_dim, value_dim = parameters.head_dim, parameters.value_dim
-        # The sums' rows are whole vectors, and so are those of the blocks they are computed from.
+        # Rows of the sums, and of the blocks they are computed from, are whole vectors.
         head_width, value_width = parameters.grad_key_row_stride, parameters.grad_value_row_stride
         query_row, value_row = head_width + PADDING, value_width + PADDING
         rows = piece.heads * piece.query_count
@@ -377,7 +376,7 @@ def make_backward_kernel(
         )  # fmt: skip
         small = small and small_grads and are_small(delta, columns)
         start_row_sums(row_sums)
-        # With the first tile there are no sums yet, but zeros where it is not seen.
+        # The first visible tile sets the sums; panels that do not see it start from zeros.
         has_sums = False
 
         begin_products()
@@ -453,16 +452,16 @@ def make_backward_kernel(
 
 # ----------------------------------------------------------------------------------- sums of chunks
 
-# Add up the chunks of grad_key or grad_value, and round once.
+# Adds up the chunks of grad_key or grad_value, and rounds once.
 
 
 def make_sum_chunks_kernel(dtype: str) -> Kernel:
-    """Make the kernel for gradient[row, column] = factor * sum over chunks of sums[chunk, row,
-    column].
+    """Make the kernel that sums chunks.
 
-    Its arguments are gradient with the stride of its rows, sums with the strides of chunks and rows
-    (the latter whole vectors), the number of rows, columns and chunks, and the factor. It
-    overwrites sums.
+    gradient[row, column] = factor * sum over chunks of sums[chunk, row, column]. The kernel's
+    arguments are gradient and its row stride, sums and its strides of chunks and rows (the row
+    stride is whole vectors), the number of rows, columns and chunks, and the factor. It overwrites
+    sums.
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))

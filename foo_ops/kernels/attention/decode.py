@@ -1,4 +1,4 @@
-"""The decode kernel of attention: few queries, and keys that are read as they are stored."""
+"""The decode kernel of attention: few queries, and keys read as they are stored."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # ----------------------------------------------------------------------------------- online softmax
 
-# The online softmax of few queries: of each key there are less scores than a vector has lanes.
+# The online softmax of few queries: each key has fewer scores than a vector has lanes.
 
 
 def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: int) -> Callable:
     """Make the function that turns ``ROWS`` columns of a tile of scores into weights.
 
     ``softmax(parameters, scores, dropout_mask, weights, line, largest, total, correction, count)``
-    does as `foo_ops.kernels.attention.softmax.make_online_softmax`. But the weights of a key follow
-    those of the key before, or, if ``in_products`` is pairs, those of each two keys as pairs: so
-    vectors are full, where rows of the tile have ``ROWS`` numbers of theirs. Weights behind the
-    last are 0. ``line`` has room for two vectors.
+    computes the same as `foo_ops.kernels.attention.softmax.make_online_softmax`, but writes the
+    weights without gaps, key after key (if ``in_products`` is pairs, in pairs of keys): so vectors
+    are full, while a row of the tile has only ``ROWS`` numbers. Weights after the last are 0.
+    ``line`` has room for two vectors.
     """
     scalar, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     fill, packs = make_fill(compute_dtype(dtype)), in_products == PAIRS
-    # Maxima and sums of rows. There are no vectors of one lane: any numbers follow a single row.
+    # Lanes of the maxima and sums. Vectors of one lane do not exist: a single row uses a whole one.
     STATE, KEYS = LANES if ROWS == 1 else ROWS, LANES // ROWS
-    # Keys of two vectors, which become one of pairs.
+    # Keys of two vectors, which are packed to one vector of pairs.
     BLOCK = 2 * KEYS
-    # The next key of a vector, and the first of the second vector.
+    # Distance between a vector's keys, and the first key of the second vector.
     STEP, SECOND = (2, 1) if packs else (1, KEYS)
     as_pairs = pointer_to(PAIRS)
 
@@ -93,7 +93,7 @@ def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: i
 
     @njit
     def gather(scores, target, stop):
-        """Copy the scores to adjacent vectors. Returns the maximum of these."""
+        """Copy the scores to adjacent vectors; return their maximum."""
         top = splat(scalar(-math.inf), LANES)
         other = top
         for key in range(0, stop, BLOCK):
@@ -105,13 +105,13 @@ def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: i
 
     @njit
     def grow(largest, total, correction, top):
-        """Take ``top`` into the maximum of the scores seen so far. Returns what to subtract."""
+        """Update the running maximum with ``top``; return the number to subtract from scores."""
         zero, lowest = splat(scalar(0.0), STATE), splat(scalar(-math.inf), STATE)
         before = load_vector(largest, 0, STATE)
         after = maximum(top, before)
-        # A query that has seen nothing yet has the maximum -infinity: any finite number does.
+        # A query that has seen no key yet has the maximum -infinity: any finite base will do.
         base = select(less(lowest, after), after, zero)
-        # The difference would be NaN for an infinite maximum that stays.
+        # For an infinite maximum that does not grow, the difference would be NaN.
         scaled = exp2(select(less(before, after), before - base, zero))
         store(largest, 0, after)
         store(total, 0, load_vector(total, 0, STATE) * scaled)
@@ -139,8 +139,8 @@ def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: i
         pairs = as_pairs(address_of(weights))
         for key in range(0, stop, BLOCK):
             index = key * ROWS
-            # The product is rounded as the maximum is, which fma would not do: of scores near 1e10
-            # a difference of hundreds would remain, and 2^x overflow.
+            # No fma: the product must be rounded like the maximum. For scores near 1e10 a
+            # difference of hundreds would remain, and 2^x overflow.
             first = exp2(load_vector(weights, index, LANES) * factors - offset)
             second = exp2(load_vector(weights, index + LANES, LANES) * factors - offset)
             sum_ = sum_ + (first + second)
@@ -152,8 +152,8 @@ def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: i
             else:
                 store(weights, index, first)
                 store(weights, index + LANES, second)
-        # One sum of all keys would round each weight to the digits of the total: this is the sum of
-        # the tile.
+        # Sum the tile first: adding each weight to the total would round it to the total's
+        # precision.
         store(line, 0, sum_)
         own = load_vector(line, 0, STATE)
         for piece in range(ROWS, LANES, ROWS):
@@ -165,19 +165,19 @@ def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: i
 
 # ----------------------------------------------------------------------------------- sums of values
 
-# Add up the values of a tile of keys for few queries, each with a key's weight.
+# Adds up the weighted values of a tile of keys, for few queries.
 
 
-# Keys, or pairs of keys, that are added to sums between two accesses to these.
+# Keys, or pairs of keys, added between a load of the sums and their store.
 STEPS = 4
 
 
 def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
-    """Make ``prefetch_lines(later, stride, width, column)``, for ``COLUMNS`` columns from
-    ``column`` on that are read of ``ROWS`` rows: it fetches as many elements of the rows ``later``.
+    """Make the function that prefetches ``ROWS`` x ``COLUMNS`` elements.
 
-    Of adjacent rows they come in the order of memory: 0.79 of the bandwidth for bfloat16, and 0.65
-    where each row is fetched as it is read.
+    ``prefetch_lines(later, stride, width, column)`` fetches the rows ``later``, while the same
+    columns of the current rows are read. Adjacent rows are fetched in the order of memory, not row
+    by row: for bfloat16 this reaches 0.79 of the bandwidth instead of 0.65.
     """
     LINE = 64 // ELEMENTS[dtype].size
     LINES = -(-ROWS * COLUMNS // LINE)
@@ -195,20 +195,19 @@ def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
 
 
 def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) -> Callable:
-    """Make ``weighted_sums(sums, width, weights, values, value_stride, zeros, rows, ahead,
-    count)``.
+    """Make the function that adds up weighted values.
 
-    sums[row] grows by the sum over the keys of weights[key, row] * values[key]. The weights are
-    those of `make_decode_softmax`, for each ``GROUP`` of
-    rows in room for KEY_BLOCK keys. Sums must have room for whole groups, ``zeros`` are as many as
-    a row has elements, and ``ahead`` is how many rows further on are fetched.
+    ``weighted_sums(sums, width, weights, values, value_stride, zeros, rows, ahead, count)`` adds
+    the sum over the keys of weights[key, row] * values[key] to sums[row]. `make_decode_softmax`
+    writes the weights, each ``GROUP`` of rows in room for KEY_BLOCK keys. ``sums`` must have room
+    for whole groups; ``zeros`` is a row of zeros; rows are prefetched ``ahead`` rows in advance.
 
-    Some keys are added at a time, so that values are read in the order in which they lie in memory:
-    column by column, as in a product of matrices, they come at two thirds of its speed.
+    Several keys are added at a time, so that values are read in the order of memory: column by
+    column, as in a matrix product, they come at two thirds of the speed of memory.
     """
     LANES = lanes_of(compute_dtype(dtype))
     STEP = step_of(in_products)
-    # Two rows of STEP vectors make as many vectors of pairs.
+    # Two rows of two vectors give two vectors of pairs.
     COLUMNS = STEP * LANES
     as_weights, SIZE = pointer_to(in_products), ELEMENTS[stored].size
 
@@ -241,7 +240,7 @@ def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) ->
                 some = shift(values, step * STEP * stride)
                 add_one(sums, width, shift(weights, step * ROWS), some, stride, ahead)
             if steps * STEP < count:
-                # The last key has no other to be a pair with.
+                # The last of an odd number of keys pairs with the row of zeros.
                 last = shift(values, (count - 1) * stride)
                 distance = (address_of(zeros) - address_of(last)) // SIZE
                 add_one(sums, width, shift(weights, steps * ROWS), last, distance, 0)
@@ -266,20 +265,19 @@ def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) ->
 
 # ------------------------------------------------------------------------------- products with keys
 
-# Multiply few queries by keys, which are read as they are stored.
+# Multiplies few queries by keys, which are read as they are stored.
 
 
-# Queries that are computed together.
+# Queries computed together, at most.
 MOST_OF_GROUP = 4
 
 
 def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
-    """Make ``rows(parameters, piece, scratch, key_start, count)``: a pointer and the stride of a
-    key.
+    """Make ``rows(parameters, piece, scratch, key_start, count)``: a pointer and a row stride.
 
-    The tensor, of dtype ``stored``, is read itself where its rows are whole vectors of adjacent
-    elements, ``step`` of which enter a product at a time. Otherwise the rows are copied and filled
-    up with zeros.
+    The tensor, of dtype ``stored``, is read in place where its rows are whole vectors of adjacent
+    elements, ``step`` of which enter a product at a time. Otherwise the rows are copied and padded
+    with zeros.
     """
     vector = lanes_of(compute_dtype(dtype)) * step
     as_stored = pointer_to(stored)
@@ -306,11 +304,11 @@ def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
 
 
 def make_products(dtype: str, stored: str, in_products: str) -> Callable:
-    """Make ``products(target, keys, key_stride, queries, width, rows, ahead, count)``: k.q,
-    transposed. ``ahead`` is how many rows further on are fetched.
+    """Make ``products(target, keys, key_stride, queries, width, rows, ahead, count)``: k.q.
 
-    Keys and queries are of dtype bfloat16x2 if ``in_products`` is. Otherwise keys are as they are
-    ``stored`` and queries are in the compute dtype.
+    The target has a row for each key; keys are prefetched ``ahead`` rows in advance. Keys and
+    queries have dtype bfloat16x2 if ``in_products`` is. Otherwise keys have the dtype ``stored``,
+    and queries the compute dtype.
     """
     LANES = lanes_of(compute_dtype(dtype))
 
@@ -360,7 +358,7 @@ def make_products(dtype: str, stored: str, in_products: str) -> Callable:
 
 
 def make_query_matrix(dtype: str, in_products: str) -> Callable:
-    """Make ``as_queries(target, block, count)``, which packs the block in pairs where needed."""
+    """Make ``as_queries(target, block, count)``: pack the block in pairs where needed."""
     if in_products != PAIRS:
 
         @njit
@@ -384,15 +382,16 @@ def make_query_matrix(dtype: str, in_products: str) -> Callable:
 
 # ------------------------------------------------------------------------ keys and values of 8 bits
 
-# The scales of keys and values of 8 bits, of which there is one for each head and position.
+# The scales of keys and values of 8 bits, one for each head and position.
 #
-# An integer is exact in every dtype, and becomes a number where it is loaded. The scale of a key is
-# a factor of its scores, and that of a value one of its weights.
+# 8-bit integers are exact in every dtype, and are converted when loaded. A key's scale multiplies
+# its scores; a value's scale multiplies its weights.
 
 
 def _make_scales_loader(dtype: str, operand: str) -> Callable:
-    """Make ``load_scales(parameters, piece, target, key_start, count)``, which writes zeros up to a
-    whole vector.
+    """Make ``load_scales(parameters, piece, target, key_start, count)``.
+
+    Pads with zeros to a whole vector.
     """
     LANES, scale_row = lanes_of(compute_dtype(dtype)), make_key_row(f"{operand}_scale")
     copy_row, row_stride_name = make_copy_row(compute_dtype(dtype)), f"{operand}_scale_row_stride"
@@ -400,7 +399,7 @@ def _make_scales_loader(dtype: str, operand: str) -> Callable:
     @njit
     def load_scales(parameters, piece, target, key_start, count):
         first, stride = scale_row(parameters, piece, key_start), field(parameters, row_stride_name)
-        # A row in its page is found by divisions.
+        # Finding a row in its page takes divisions: do it once where the rows have one stride.
         if lie_together(parameters, key_start, count):
             copy_row(target, first, stride, count, round_up(count, LANES))
             return
@@ -413,7 +412,7 @@ def _make_scales_loader(dtype: str, operand: str) -> Callable:
 
 
 def make_score_scaler(dtype: str) -> Callable:
-    """Make ``scale(parameters, piece, memory, key_start, columns, count)`` for a tile of scores."""
+    """Make ``scale(parameters, piece, memory, key_start, columns, count)`` for a score tile."""
     LANES, scalar = lanes_of(compute_dtype(dtype)), ELEMENTS[dtype].compute
     load_scales = _make_scales_loader(dtype, "key")
 
@@ -430,8 +429,9 @@ def make_score_scaler(dtype: str) -> Callable:
 
 
 def make_weight_scaler(dtype: str) -> Callable:
-    """Make ``scale(parameters, piece, memory, key_start, columns, count)`` for the weights that
-    `make_decode_softmax` makes of a tile.
+    """Make ``scale(parameters, piece, memory, key_start, columns, count)`` for a tile's weights.
+
+    The weights are in the order of `make_decode_softmax`.
     """
     LANES, load_scales = lanes_of(compute_dtype(dtype)), _make_scales_loader(dtype, "value")
     GROUP = min(MOST_OF_GROUP, LANES)
@@ -463,7 +463,7 @@ def make_weight_scaler(dtype: str) -> Callable:
 
 
 def make_no_scaler() -> Callable:
-    """Make the function of the same arguments for keys and values that are numbers."""
+    """Make the function with the same arguments for keys and values without scales."""
 
     @njit
     def leave(parameters, piece, memory, key_start, columns, count):
@@ -474,18 +474,18 @@ def make_no_scaler() -> Callable:
 
 # --------------------------------------------------------------------------------------- the kernel
 
-# Attend to some of the keys with few queries: output and logsumexp.
+# Computes output and logsumexp of few queries over some of the keys.
 #
-# Where a block has no more than a vector of queries, vectors lie along the head dimension instead.
-# Keys and values are then read as they are, once, at the speed of memory.
+# Vectors lie along the head dimension, not along the queries, since a block has at most a vector of
+# queries. Keys and values are read in place, once, at the speed of memory.
 
 
-# A block of more queries is for the forward kernel.
+# The forward kernel takes blocks of more queries.
 MOST_ROWS = 8
 
 
 def _products_of(dtype: str, cache_dtype: str | None) -> str:
-    """Integers are exact in the compute dtype, and become that where they are loaded."""
+    """The dtype in products. Integers, exact in the compute dtype, are converted when loaded."""
     return vector_product_dtype(dtype) if cache_dtype is None else compute_dtype(dtype)
 
 
@@ -527,7 +527,7 @@ def make_decode_kernel(
 ) -> Kernel:
     """Make the kernel for few queries. ``has_options``: bias, soft cap, ALiBi and dropout.
 
-    ``cache_dtype`` is int8 for keys and values with scales, and None for those of the dtype.
+    ``cache_dtype`` is int8 for keys and values with scales, and None if they have the dtype.
     """
     compute, stored = compute_dtype(dtype), cache_dtype or dtype
     in_products = _products_of(dtype, cache_dtype)
@@ -579,10 +579,9 @@ def make_decode_kernel(
 
     @njit
     def add_tile(accumulator, sums, factors, rows, width):
-        """Rescale the sums of all keys so far and add those of a tile.
+        """Rescale the sums of all keys so far, and add a tile's sums.
 
-        If each key were added to sums of thousands, it would be rounded to the digits of all of
-        them.
+        Adding each key to the sum of thousands would round it to that sum's precision.
         """
         for row in range(rows):
             factor = splat(scalar(load(factors, row)), LANES)
@@ -609,7 +608,7 @@ def make_decode_kernel(
         fill(accumulator, MOST_ROWS * value_width, 0.0)
         fill(memory.zeros, value_width, 0.0)
         keys_ahead, values_ahead = AHEAD // head_width, AHEAD // value_width
-        # Columns without a query are never written.
+        # Products never write columns without a query.
         for key in range(KEY_BLOCK):
             fill(shift(scores, key * TILE_STRIDE), columns, 0.0)
 

@@ -1,4 +1,4 @@
-"""The forward kernel of attention, the merge of key splits, and the mask of dropout."""
+"""The forward kernel of attention, the merge of key splits, and the dropout mask."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # --------------------------------------------------------------------------------------- the kernel
 
-# Attend to some of the keys with a block of queries: output and logsumexp.
+# Computes output and logsumexp of a block of queries over some of the keys.
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def make_forward_scratch(dtype: str) -> Scratch:
         head_width, value_width = (
             round_up(parameters.head_dim, WIDTH), round_up(parameters.value_dim, WIDTH),
         )  # fmt: skip
-        # The stride of a panel of modified scores is that of a tile.
+        # A panel of modified scores has the stride of a tile.
         rows = max(round_up(piece.heads * piece.query_count, COLUMNS), TILE_STRIDE)
         return head_width, value_width, rows
 
@@ -80,7 +80,7 @@ def make_forward_scratch(dtype: str) -> Scratch:
         return {
             "scores": TILE,
             "dropout_mask": TILE,
-            # Limbs take more room than the scores that they come from.
+            # Limbs take more room than the scores they are split from.
             "weights": TILE * ROOM if has_limbs else "scores",
             "largest": QUERY_BLOCK,
             "total": QUERY_BLOCK,
@@ -100,8 +100,10 @@ def make_forward_scratch(dtype: str) -> Scratch:
 
 
 def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool = False) -> Kernel:
-    """Make the forward kernel. ``has_options``: bias, soft cap, ALiBi and dropout.
-    ``has_programs``: users' programs modify the scores, and a mask of blocks hides some.
+    """Make the forward kernel.
+
+    ``has_options``: bias, soft cap, ALiBi and dropout. ``has_programs``: users' programs modify the
+    scores, and a block mask hides some.
     """
     compute, matrix_dtype = compute_dtype(dtype), product_dtype(dtype)
     LANES = lanes_of(compute)
@@ -154,7 +156,7 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
             head_width, columns,
         )  # fmt: skip
         start_softmax(parameters, piece, largest, total, columns)
-        # With the first tile there are no sums yet, but zeros where it is not seen.
+        # The first visible tile sets the sums; panels that do not see it start from zeros.
         has_sums = False
 
         begin_products()
@@ -169,8 +171,8 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
             transposed_values = transposed_tile(
                 memory.transposed_values, values, count, parameters.value_dim
             )
-            # Panel by panel, so that the scores stay in the nearest cache from their product to
-            # that with the values: 0.03 of the peak.
+            # Panel by panel, so that the scores stay in L1 between the two products: 0.03 of the
+            # peak.
             start, stop = 0, 0
             while stop < columns:
                 start = stop
@@ -221,12 +223,12 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
 
 # ------------------------------------------------------------------------------ merge of key splits
 
-# Merge the results of key splits into the output and the logsumexp of a block of queries.
+# Merges the results of key splits into the output and the logsumexp of a block of queries.
 #
-# Each split has the largest score of a query, the sum of 2^(score - largest) and the values summed
-# with these weights. The splits, in their order, are brought to the largest of all (Dao et al.
-# 2023, Flash-Decoding). A logsumexp of each would not do: beside a mask of -1e9 nothing is left of
-# the logarithm that tells how many keys it is of.
+# Each split stores, for each query, the largest score, the sum of 2^(score - largest) and the
+# values summed with these weights. The splits, in their order, are rescaled to the largest of all
+# (Dao et al. 2023, Flash-Decoding). One logsumexp for each split would not do: beside a mask of
+# -1e9, rounding loses the logarithm of the number of keys.
 
 
 @functools.cache
@@ -249,7 +251,7 @@ def make_merge_scratch(dtype: str) -> Scratch:
 
 
 def make_merge_kernel(dtype: str) -> Kernel:
-    """Make the merging kernel. Its piece is that of the forward kernel, for all splits at once."""
+    """Make the merge kernel. Its work item is the forward kernel's, for all splits at once."""
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
     fill, finish = make_fill(compute_dtype(dtype)), make_finish(dtype)
@@ -261,7 +263,7 @@ def make_merge_kernel(dtype: str) -> Kernel:
         largest = compute(-math.inf)
         for key_split in range(piece.key_splits):
             value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
-            # NaN stays: no number is larger, and it is not equal to itself.
+            # `value != value` propagates NaN, which no comparison with `largest` would.
             if value > largest or value != value:
                 largest = value
         return largest
@@ -269,15 +271,13 @@ def make_merge_kernel(dtype: str) -> Kernel:
     @njit
     def scale_of(parameters, piece, key_split, block_row, largest):
         value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
-        # Equal infinities, of a sink or where nothing is seen, have no difference.
+        # The difference of equal infinities (a sink, or a query that sees no key) is NaN.
         exponent = value - largest if value != largest else compute(0.0)
         return compute(exp2(exponent))
 
     @njit
     def add_key_splits(parameters, piece, block_row, largest, sums, width):
-        """Add up the weighted values of all splits in ``sums``, and return the sum of the
-        weights.
-        """
+        """Add the weighted values of all splits to ``sums``; return the sum of the weights."""
         fill(sums, width, 0.0)
         total = compute(0.0)
         for key_split in range(piece.key_splits):
@@ -309,9 +309,9 @@ def make_merge_kernel(dtype: str) -> Kernel:
     return make_kernel_with_scratch(merge, layout, argument_types(dtype))
 
 
-# ---------------------------------------------------------------------------------- mask of dropout
+# ------------------------------------------------------------------------------------- dropout mask
 
-# Write the whole matrix of what dropout keeps, for formulas that work on all weights at once.
+# Writes the whole dropout mask, for formulas that work on all weights at once.
 
 
 @functools.cache

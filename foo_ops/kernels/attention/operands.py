@@ -1,4 +1,4 @@
-"""What the kernels of attention are given and return: parameters, operands and results."""
+"""Parameters, operands and results of the attention kernels."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 
 # -------------------------------------------------------------------------- parameters of launchers
 
-# What launchers hand to the kernels of attention: parameters, and a piece of the work.
+# Launchers pass the kernels parameters and a work item (`piece`).
 
 
-# foo_ops/csrc/ops/attention/parameters.h has these as well, and tests/project/test_agreement.py
-# compares them.
+# Also in foo_ops/csrc/ops/attention/parameters.h; tests/project/test_agreement.py compares them.
 QUERY_BLOCK = 1024
 
 KEY_BLOCK = 128
 
-# Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
-# sets of the cache; this is an odd number of its lines.
+# Row stride of a tile. With a power of two, the rows of a panel would share few sets of the cache;
+# this is an odd number of cache lines.
 TILE_STRIDE = 176
 
 TILE = (KEY_BLOCK + 1) * TILE_STRIDE
@@ -54,7 +53,7 @@ TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 # Values of bias_kind.
 BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
 
-# Values of bias_gradient: none, a tile is written by one block, blocks add to sums.
+# Values of bias_gradient: none; one block writes each tile; blocks add to sums.
 GRADIENT_NONE, GRADIENT_STORED, GRADIENT_ADDED = range(3)
 
 NUMBERS = ("scale", "factor", "softcap", "dropout_scale")
@@ -71,7 +70,7 @@ SIZES = (
     *("mask_query_block", "mask_key_block"),
 )
 
-# What programs are given, and what a mask of blocks says of windows and blocks: see programs.py.
+# Arguments of programs, and the block mask's states of windows and blocks: see programs.py.
 PROGRAM_POINTERS = {"programs": "int64", "window_states": "int8", "block_states": "int8"}
 
 OPERANDS = (
@@ -96,22 +95,23 @@ PIECE_FIELDS = (
 
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
 
-# Scores and maxima are in units of this: exp(x) = 2^(x / LOG2).
+# The unit of scores and maxima: exp(x) = 2^(x / LOG2).
 LOG2 = math.log(2.0)
 
 
 def lowest_score(dtype: str) -> float:
-    """The lowest score, which remains finite in units of log 2; the highest is as far from 0.
+    """The lowest score, which is finite in units of log 2 too; the highest is its negative.
 
-    A mask of finfo.min, as some libraries have it, is lower than all other scores, and yet nothing
-    is hidden where all keys have it.
+    Some libraries mask with finfo.min: such scores are below all others, yet a row in which all
+    keys have it hides nothing.
     """
     return 0.69 * float(np.finfo(compute_dtype(dtype)).min)
 
 
 def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...]:
-    """Parameters, the piece of work, scratch memory, and where to write how much of it is
-    needed. Key and value are of ``cache_dtype``, if it is not ``dtype``.
+    """Types of the parameters, the work item, scratch memory and the pointer for its size.
+
+    Key and value have ``cache_dtype`` if given, else ``dtype``.
     """
     return (
         _parameters(dtype, cache_dtype or dtype),
@@ -124,13 +124,13 @@ def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...
 def _parameters(dtype: str, cache_dtype: str) -> Struct:
     """The struct Parameters of foo_ops/csrc/ops/attention/parameters.h.
 
-    An operand is a pointer with its strides, in elements, for batch, head, row and column. grad_key
-    and grad_value are sums in the compute dtype, which a last kernel rounds.
+    An operand is a pointer and its strides, in elements, for batch, head, row and column. grad_key
+    and grad_value are sums in the compute dtype, which a final kernel rounds.
     """
     dtypes = dict.fromkeys(OPERANDS, dtype) | dict.fromkeys(("key", "value"), cache_dtype)
     dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
     dtypes["dropout_heads"] = "int64"
-    # The dtype of the bias is known at run time only, by bias_kind.
+    # The bias's dtype is known only at run time, from bias_kind.
     dtypes |= dict.fromkeys(("attn_bias", "grad_attn_bias"), "uint8")
     fields: list[tuple[str, types.Type]] = [(number, types.float64) for number in NUMBERS]
     fields += [(size, types.int64) for size in SIZES]
@@ -152,21 +152,20 @@ def dim_name_of(operand: str) -> str:
 
 # ----------------------------------------------------------------------------------------- operands
 
-# Bring query, key and value into the form that matrix products take.
+# Brings query, key and value into the form that matrix products need.
 #
 # See foo_ops/kernels/products/operands.py for these forms.
 
 
-# The queries of a panel for a matrix unit.
+# Queries in a panel for a matrix unit.
 PANEL_ON_TILES = 64
 
 
 @functools.cache
 def make_next_panel(dtype: str) -> Callable:
-    """Make ``next_panel(parameters, columns)``, which takes a panel off the ``columns`` that are
-    left.
+    """Make ``next_panel(parameters, columns)``: the next panel of the ``columns`` that are left.
 
-    It returns how many columns the panel has, and the elements from one of its rows to the next.
+    Returns the number of the panel's columns, and its row stride.
     """
     next_of_product = make_next_register_panel(compute_dtype(dtype))
     on_tiles, WIDEST = limbs_of(dtype) > 0, PANEL_ON_TILES
@@ -187,11 +186,11 @@ def make_next_panel(dtype: str) -> Callable:
 
 @functools.cache
 def make_right_matrix(dtype: str) -> Callable:
-    """Make the function that brings rows, which are summed over, into the form of a right matrix.
+    """Make the function that turns rows, which are summed over, into a right matrix.
 
     ``as_right_matrix(target, target_stride, source, stride, rows, columns)``: the source's rows, in
-    the compute dtype, become the steps of a product on vectors. They stay where they are if a step
-    is one element. Otherwise pairs of neighbouring rows are packed to the target, with zeros up to
+    the compute dtype, become the steps of a product on vectors. If a step is one element, they are
+    used in place. Otherwise pairs of neighbouring rows are packed to the target, with zeros up to
     the steps of a product. ``rows`` may be odd; the row after the last must then be zero.
     ``columns`` must be a multiple of the vector's lanes.
     """
@@ -224,7 +223,7 @@ def make_right_matrix(dtype: str) -> Callable:
 def make_pairs_storer(dtype: str) -> Callable:
     """Make ``store_pairs(target, index, limb_stride, a, b)`` for vectors of the compute dtype.
 
-    None of them may hold an infinity: see `foo_ops.kernels.products.limbs.make_pair_storer`.
+    The vectors must not hold an infinity: see `foo_ops.kernels.products.limbs.make_pair_storer`.
     """
     if limbs_of(dtype):
         return make_pair_storer(limbs_of(dtype))
@@ -251,14 +250,13 @@ def make_product_smallness_check(dtype: str) -> Callable:
 
 @functools.cache
 def make_panel_packer(dtype: str) -> tuple[Callable, Callable]:
-    """Make the functions that pack a block's rows as right matrices, summed over the head
-    dimension.
+    """Make the functions that pack a block's rows as right matrices, summed over the head_dim.
 
-    ``pack(parameters, target, scratch, block, stride, dim, width, columns)`` turns the ``columns``
-    rows of ``width`` elements of the compute dtype, of which ``dim`` count, into panels. A panel
-    has a row for each element (or each two) and takes the room of ``width + 1`` rows; target and
-    scratch memory have that times the room of limbs. ``panel(target, start, stride, dim, width)``
-    returns the panel that begins with the column ``start``.
+    ``pack(parameters, target, scratch, block, stride, dim, width, columns)`` turns ``columns`` rows
+    of ``width`` elements of the compute dtype, of which the first ``dim`` are used, into panels. A
+    panel has a row for each element (or each two) and takes the room of ``width + 1`` rows; target
+    and scratch memory have that times the room of limbs. ``panel(target, start, stride, dim,
+    width)`` returns the panel that begins at the column ``start``.
     """
     next_panel, pack_panel = make_next_panel(dtype), _make_panel_packer(dtype)
     steps, as_matrix = make_step_counter(dtype), pointer_to(product_dtype(dtype))
@@ -297,7 +295,7 @@ def _make_panel_packer(dtype: str) -> Callable:
     def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
         rows = target if step == 1 else scratch
         transpose(rows, target_stride, block, stride, columns, width)
-        # The last of an odd number of elements has this for its neighbour.
+        # Pairs with the last of an odd number of elements.
         fill(shift(rows, width * target_stride), columns, 0.0)
         as_right_matrix(target, target_stride, rows, target_stride, dim, columns)
 
@@ -306,9 +304,10 @@ def _make_panel_packer(dtype: str) -> Callable:
 
 @functools.cache
 def make_limb_transpose(dtype: str) -> Callable:
-    """Make ``transpose_limbs(target, target_stride, source, dim, width, columns)``.
+    """Make the function that turns rows of limbs into a panel for a matrix unit.
 
-    It makes a panel for a matrix unit out of the limbs of ``columns`` rows of ``width`` bfloat16.
+    ``transpose_limbs(target, target_stride, source, dim, width, columns)`` reads the limbs of
+    ``columns`` rows of ``width`` bfloat16.
     """
     LIMBS, transpose, steps = limbs_of(dtype), make_transpose("float32"), make_step_counter(dtype)
     as_pairs = pointer_to(PAIRS)
@@ -326,11 +325,11 @@ def make_limb_transpose(dtype: str) -> Callable:
 
 @functools.cache
 def make_stored_row_splitter(dtype: str, operand: str) -> Callable:
-    """Make ``split(parameters, target, group, limb_stride, line, source, width)`` for rows in
-    memory.
+    """Make the function that splits a tensor's row into limbs.
 
-    It splits a row into limbs, with zeros up to ``width``, as
-    `foo_ops.kernels.products.limbs.make_row_splitter` does. ``line`` has room for a row in float32.
+    ``split(parameters, target, group, limb_stride, line, source, width)`` pads with zeros up to
+    ``width``: see `foo_ops.kernels.products.limbs.make_row_splitter`. ``line`` has room for a row
+    in float32.
     """
     split_row, copy_row = (
         make_row_splitter(limbs_of(dtype), lanes_of("float32")),
@@ -352,14 +351,12 @@ def make_stored_row_splitter(dtype: str, operand: str) -> Callable:
 
 # ---------------------------------------------------------------------------------- rows of a block
 
-# Find and load the rows of a block, and work on those of score tiles.
+# Finds and loads the rows of a block, and works on the rows of score tiles.
 
 
 @functools.cache
 def make_sums_starter(dtype: str) -> Callable:
-    """Make ``start_sums(sums, stride, first_row, rows)``: zeros for a panel's rows from first_row
-    on.
-    """
+    """Make ``start_sums(sums, stride, first_row, rows)``: zero a panel's rows from first_row on."""
     fill = make_fill(dtype)
 
     @njit
@@ -371,10 +368,9 @@ def make_sums_starter(dtype: str) -> Callable:
 
 @functools.cache
 def make_tile_operation(dtype: str, operation: Callable) -> Callable:
-    """Make ``apply(target, source, columns, count)`` for score tiles of the compute dtype
-    ``dtype``.
+    """Make ``apply(target, source, columns, count)`` for score tiles of the compute dtype.
 
-    Each element of the target becomes operation(its own value, the source's).
+    Each element of the target becomes ``operation(target, source)``.
     """
     LANES = lanes_of(dtype)
 
@@ -393,7 +389,7 @@ def make_tile_operation(dtype: str, operation: Callable) -> Callable:
 
 @njit
 def second(first, second):
-    """The operation that copies."""
+    """Return the second argument: the operation that copies a tile."""
     return second
 
 
@@ -402,7 +398,7 @@ def make_operand_row(operand: str) -> Callable:
     """Make ``operand_row(parameters, piece, block_row)``: the address of a row of a block.
 
     The operand is query, output, or the gradient of one of them. A block's rows are its queries,
-    head after head.
+    one head after the other.
     """
 
     @njit
@@ -416,11 +412,10 @@ def make_operand_row(operand: str) -> Callable:
 
 @functools.cache
 def make_block_loader(dtype: str, operand: str) -> Callable:
-    """Make ``load_block(parameters, piece, target, columns, rows, width)``, which copies a block's
-    rows.
+    """Make ``load_block(parameters, piece, target, columns, rows, width)``: copy a block's rows.
 
     The operand is query, output, or the gradient of one of them. The copy has ``rows`` rows of
-    ``width`` elements of the compute dtype, with zeros where the block has fewer.
+    ``width`` elements of the compute dtype, padded with zeros.
     """
     copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
     column_stride_name = f"{operand}_column_stride"
@@ -443,7 +438,7 @@ def make_block_loader(dtype: str, operand: str) -> Callable:
 
 @njit
 def queries_of(piece, start, columns):
-    """The first query of a panel, and how many there are."""
+    """The first query of a panel, and the number of its queries."""
     if piece.heads > 1:
         return piece.query_start, piece.query_count
     return piece.query_start + start, min(columns, piece.query_count - start)
@@ -460,18 +455,18 @@ def seen_keys(piece, first_query, query_count, key_start, count):
 
 # ------------------------------------------------------------------------------------------ queries
 
-# Pack the queries of a forward kernel's block as right matrices of the products with the keys.
+# Packs the queries of a forward kernel's block as right matrices of the products with the keys.
 
 
 @functools.cache
 def make_query_packer(dtype: str) -> Callable:
-    """Make ``pack_queries(parameters, piece, target, small_panels, block, scratch, width,
-    columns)``.
+    """Make the function that packs a block's queries.
 
-    The ``columns`` queries become the panels of `make_panel_packer`. Where a panel begins,
-    ``small_panels`` gets 1 if its numbers are small and 0 if not. The block as a whole would not
-    do: which queries are in it depends on the threads. ``block`` has room for all queries in the
-    compute dtype.
+    ``pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns)`` packs
+    the ``columns`` queries into the panels of `make_panel_packer`. At a panel's first column,
+    ``small_panels`` gets 1 if the panel's numbers are small and 0 if not. One flag for the block
+    would not do: which queries a block holds depends on the number of threads. ``block`` has room
+    for all queries in the compute dtype.
     """
     if limbs_of(dtype):
         return _make_packer_for_matrix_unit(dtype)
@@ -496,7 +491,7 @@ def make_query_packer(dtype: str) -> Callable:
 
 
 def _make_packer_for_matrix_unit(dtype: str) -> Callable:
-    """Pack from memory to limbs without the block in between; bfloat16 goes to the panel itself."""
+    """Pack from the tensor to limbs without copying the block; bfloat16 goes straight to panels."""
     next_panel, transpose, transpose_limbs = (
         make_next_panel(dtype),
         make_transpose("float32"),
@@ -510,9 +505,7 @@ def _make_packer_for_matrix_unit(dtype: str) -> Callable:
 
     @njit
     def has_pairs(parameters, piece, stop):
-        """Whether the rows up to ``stop`` are of one head and can be read as pairs with one
-        stride.
-        """
+        """Whether the rows up to ``stop`` have one head, and can be read as pairs at one stride."""
         is_whole = parameters.head_dim % DEPTH == 0 and parameters.query_column_stride == 1
         is_even = parameters.query_row_stride % 2 == 0
         return is_whole and is_even and stop <= piece.query_count
@@ -556,16 +549,15 @@ def _make_packer_for_matrix_unit(dtype: str) -> Callable:
 
 # ------------------------------------------------------------------------------- results of a block
 
-# Write the results of a block: output and logsumexp, those of a key split, or grad_query.
+# Writes the results of a block: output and logsumexp, a key split's partial results, or grad_query.
 
 
 @functools.cache
 def make_finish(dtype: str) -> Callable:
-    """Make ``finish(parameters, piece, largest, total, factors, is_key_split)``, which writes
-    logsumexps.
+    """Make ``finish(parameters, piece, largest, total, factors, is_key_split)``: write logsumexps.
 
-    For a key split it writes largest score and sum instead, from which the logsumexp is merged.
-    ``factors`` gets what each row's sums have to be multiplied by; ``total`` is overwritten.
+    For a key split, writes the largest score and the sum instead, which the merge combines.
+    ``factors`` receives the factor of each row's sums; ``total`` is overwritten.
     """
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
@@ -577,11 +569,11 @@ def make_finish(dtype: str) -> Callable:
     def finish_rows(largest, total, factors, block_row, dropout_scale):
         zero, smallest = splat(compute(0.0), LANES), splat(compute(SMALLEST), LANES)
         top, sum_ = load_vector(largest, block_row, LANES), load_vector(total, block_row, LANES)
-        # The sum is zero for a query that sees nothing, and its output is zero.
+        # A query that sees no key has a sum of zero; its output is zero.
         factor = select(less(sum_, smallest), zero, splat(compute(dropout_scale), LANES) / sum_)
         store(factors, block_row, factor)
         logsumexp = fma(top, splat(compute(LOG2), LANES), log(sum_))
-        # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
+        # With a score of +infinity the sum is NaN, but the logsumexp is +infinity.
         is_infinite = less(splat(compute(LARGEST), LANES), top)
         logsumexp = select(is_infinite, top, logsumexp)
         # Finite scores end at 0.9955 of the largest number, in units of log 2: see lowest_score.
@@ -617,10 +609,10 @@ def make_finish(dtype: str) -> Callable:
 
 @functools.cache
 def make_row_writer(dtype: str, operand: str) -> Callable:
-    """Make ``write(parameters, piece, source, factor, block_row, column, count, is_key_split)``.
+    """Make the function that writes part of a block's row, multiplied by a factor.
 
-    It writes ``count`` columns, from ``column`` on, of a row of the block, multiplied by the
-    factor. For a key split the output goes to partial_output.
+    ``write(parameters, piece, source, factor, block_row, column, count, is_key_split)`` writes
+    ``count`` columns from ``column`` on. For a key split the output goes to partial_output.
     """
     LANES, operand_row = lanes_of(compute_dtype(dtype)), make_operand_row(operand)
     may_be_key_split = operand == "output"
@@ -648,11 +640,11 @@ def make_row_writer(dtype: str, operand: str) -> Callable:
 
 @functools.cache
 def make_panel_writer(dtype: str, operand: str) -> Callable:
-    """Make ``write(parameters, piece, panels, factors, width, columns, scratch)`` for an operand's
-    rows.
+    """Make the function that writes panels, transposed, to an operand's rows.
 
-    The rows are the columns of the panels, each multiplied by its factor. A panel has ``width``
-    rows, and all together have ``columns`` columns. ``scratch`` has room for a square of vectors.
+    ``write(parameters, piece, panels, factors, width, columns, scratch)`` writes the columns of the
+    panels, each multiplied by its factor. A panel has ``width`` rows; all panels together have
+    ``columns`` columns. ``scratch`` has room for a square of vectors.
     """
     LANES = lanes_of(compute_dtype(dtype))
     next_panel, transpose = make_next_panel(dtype), make_transpose(compute_dtype(dtype))
@@ -662,9 +654,7 @@ def make_panel_writer(dtype: str, operand: str) -> Callable:
 
     @njit
     def write_square(parameters, piece, source, stride, factors, block_row, column, count, scratch):
-        """Write up to LANES rows from ``block_row`` on, of the ``count`` columns from ``column``
-        on.
-        """
+        """Write up to LANES rows from ``block_row`` on, and LANES of ``count`` columns."""
         rows_left = piece.heads * piece.query_count - block_row
         is_key_split = may_be_key_split and piece.slot >= 0
         if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_key_split:

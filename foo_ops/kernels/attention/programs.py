@@ -1,9 +1,9 @@
-"""Apply users' programs to score tiles: kernels of their own, which those of attention call.
+"""Apply users' programs to score tiles: separate kernels, which the attention kernels call.
 
-So a new function of a user compiles a small kernel alone. A tile is a *window* of keys, from a
-multiple of KEY_BLOCK on, and a mask of blocks says for each row of blocks what is in a window:
-nothing that a query sees, keys for ``mask_mod`` to decide on, keys that all see, or both, in blocks
-that do not fill a window.
+A user's new function thus compiles one small kernel only. A tile is a *window* of keys, which
+begins at a multiple of KEY_BLOCK. For each row of blocks, the block mask holds the state of each
+window: no key is visible, ``mask_mod`` decides, all queries see all keys, or the window holds
+blocks of different states.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from foo_ops.kernels.simd.memory import load, shift
 from foo_ops.kernels.simd.transpose import make_fill
 from foo_ops.kernels.simd.types import compute_dtype
 
-# What a window, or a block of keys, holds for the queries of a row.
+# States of a window, or of a block, for the queries of a row of blocks.
 HIDDEN, MASKED, SEEN, MIXED = range(4)
 
 
 def make_program_kernel(signature: str, text: str, counts: bool = False) -> Kernel:
-    """Make the kernel of ``text``: a line with the counts of numbers and integers of a call, then
-    the program of score_mod, that of mask_mod and that of the gradients, with an empty line before
-    each, and nothing more where there is none.
+    """Make the kernel that runs the programs of ``text`` on a tile.
 
-    It works on a tile, as `foo_ops.kernels.flex.emit.emit_tile_programs` says, or if it
-    ``counts``, counts how many of the scores mask_mod lets through. The
-    signature is the compute type and dtype and dimensions of each captured tensor:
-    "float32,int64-1d,float32". A text that does not fit is refused with a ValueError.
+    The text is a line with a call's counts of numbers and integers, then the programs of score_mod,
+    of mask_mod and of the gradients, each after an empty line and each possibly empty. See
+    `foo_ops.kernels.flex.emit.emit_tile_programs` for the kernel; if ``counts``, it counts the
+    scores that mask_mod lets through instead. The signature is the compute type, then the dtype and
+    dimensions of each captured tensor: "float32,int64-1d,float32".
+
+    Raises:
+        ValueError: the text does not fit the signature.
     """
     dtype, *tensors = signature.split(",")
     sizes, *parts = text.split("\n\n")
@@ -75,7 +77,7 @@ def _dtype_and_dimensions(tensor: str) -> tuple[str, int]:
 
 @njit
 def row_of_blocks(parameters, piece, first_query):
-    """The row of the mask of blocks that some queries belong to."""
+    """The row of the block mask that holds ``first_query``."""
     row = piece.batch * parameters.mask_batch_stride + piece.head * parameters.mask_head_stride
     return row + first_query // parameters.mask_query_block
 
@@ -88,7 +90,7 @@ def state_of_window(parameters, piece, first_query, key_start):
 
 @njit
 def sees_window(parameters, piece, first_query, queries, key_start):
-    """Whether one of some queries sees keys of a window."""
+    """Whether any of the queries sees a key of the window."""
     query, stop = first_query, first_query + queries
     while query < stop:
         if state_of_window(parameters, piece, query, key_start) != HIDDEN:
@@ -99,7 +101,7 @@ def sees_window(parameters, piece, first_query, queries, key_start):
 
 @njit
 def next_row(parameters, query):
-    """The first query behind a query's row of blocks."""
+    """The first query after the row of blocks that holds ``query``."""
     return (query // parameters.mask_query_block + 1) * parameters.mask_query_block
 
 
@@ -110,8 +112,8 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
     ``modify(parameters, piece, scores, first_query, queries, key_start, columns, count)`` turns
     products into scores, -infinity where a query does not see a key. ``differentiate(parameters,
     piece, products, gradients, first_query, queries, key_start, columns, count)`` turns the
-    gradients of these scores into those of the products, but for their factor, and adds to the
-    gradients of captured tensors.
+    gradients of these scores into the gradients of the products, without their factor, and adds to
+    the gradients of captured tensors.
     """
     compute = compute_dtype(dtype)
     call, fill = make_program_caller(compute), make_fill(compute)
@@ -121,7 +123,7 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
         parameters, piece, function, masked, hides, scores, gradients, first_query, queries,
         key_start, columns, count, state,
     ):  # fmt: skip
-        """Apply a function, or the one that masks, to keys that are all alike."""
+        """Apply ``function``, or ``masked`` where mask_mod decides, to keys of one state."""
         if state == HIDDEN:
             if hides:
                 for key in range(count):
@@ -166,7 +168,7 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
     ):  # fmt: skip
         """Apply a function to the queries of each row of blocks.
 
-        With few registers a panel may begin in one row and end in the next, at a whole vector.
+        With few registers a panel may span two rows of blocks, split at a whole vector.
         """
         query, stop = first_query, first_query + queries
         while query < stop:

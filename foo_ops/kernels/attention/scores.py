@@ -1,4 +1,4 @@
-"""Tiles of scores, and the tiles of keys, values and weights that the products around them take."""
+"""Score tiles, and the tiles of keys, values and weights for the products around them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # ------------------------------------------------------------------------------------------- scores
 
-# Compute a tile of scores: scale, soft cap, bias, ALiBi, and the mask of what a query does not see.
+# Computes a score tile: scale, soft cap, bias, ALiBi and mask.
 #
 #     score = softcap * tanh(scale * k.q / softcap) + bias - slope * |distance|
 #
@@ -61,17 +61,15 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 # the keys from i + first_visible to i + last_visible.
 
 
-# The facts of each query of a block, as rows of QUERY_BLOCK elements: its place in the block as a
-# number of the compute type, its ALiBi slope, and as int32 query and head.
+# Rows of `row_facts`, of QUERY_BLOCK elements each: a query's position in its head's part of the
+# block, in the compute type; its ALiBi slope; and, as int32, its query and head number.
 POSITIONS, SLOPES, QUERIES, HEADS = (row * QUERY_BLOCK for row in range(4))
 ROW_FACTS = 4
 
 
 @functools.cache
 def make_row_facts_filler(dtype: str) -> Callable:
-    """Make ``fill_row_facts(parameters, piece, row_facts, columns)``, to be called once for a
-    block.
-    """
+    """Make ``fill_row_facts(parameters, piece, row_facts, columns)``, called once for a block."""
     fill = make_fill(compute_dtype(dtype))
     as_int32 = pointer_to("int32")
 
@@ -185,7 +183,7 @@ def make_bias_adder(dtype: str) -> Callable:
         for key in range(count):
             fill(shift(scratch, key * TILE_STRIDE + used), columns - used, 0.0)
         load_bias(parameters, piece, scratch, key_start, count)
-        # Where a mask is False, it hides even a NaN, which a sum would keep.
+        # A False in the mask hides even a NaN, which a sum would keep.
         limit = splat(scalar(0.0 if parameters.bias_kind == BIAS_BOOL else -math.inf), LANES)
         hidden, lowest = splat(scalar(-math.inf), LANES), splat(scalar(LOWEST), LANES)
         highest, infinite = splat(scalar(-LOWEST), LANES), splat(scalar(math.inf), LANES)
@@ -204,11 +202,12 @@ def make_bias_adder(dtype: str) -> Callable:
 
 @functools.cache
 def make_score_mod(dtype: str, differentiates: bool = False) -> Callable:
-    """Make the function that turns products k.q into scores, but for the mask.
+    """Make the function that turns products k.q into scores, without the mask.
 
     ``apply_score_mod(parameters, piece, row_facts, target, scratch, slopes, key_start, columns,
-    count)``. Scores are natural logarithms. If it ``differentiates`` and there is a soft cap, its
-    derivative 1 - tanh^2 is written to ``slopes``, a tile; otherwise ``slopes`` may be ``scratch``.
+    count)``. Scores are natural logarithms. With ``differentiates`` and a soft cap, the derivative
+    of the soft cap, 1 - tanh^2, is written to ``slopes``, a tile; otherwise ``slopes`` may be
+    ``scratch``.
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
@@ -224,7 +223,7 @@ def make_score_mod(dtype: str, differentiates: bool = False) -> Callable:
 
     @njit
     def cap(target, slopes, softcap, columns, count):
-        # A cap may be so small that no float32 is its inverse.
+        # The inverse of a very small cap would overflow float32.
         inverse = splat(compute(min(1.0 / softcap, -LOWEST)), LANES)
         caps = splat(compute(softcap), LANES)
         for key in range(count):
@@ -237,8 +236,9 @@ def make_score_mod(dtype: str, differentiates: bool = False) -> Callable:
 
     @njit
     def subtract_distances(row_facts, target, first_distance, columns, count):
-        """Subtract ALiBi; first_distance is that of the block's first query from the tile's first
-        key.
+        """Subtract ALiBi.
+
+        ``first_distance`` is from the block's first query to the tile's first key.
         """
         for key in range(count):
             offset = splat(compute(first_distance - key), LANES)
@@ -276,9 +276,7 @@ def make_mask(dtype: str) -> Callable:
 
     @njit
     def hide_outside(row_facts, target, first, last, columns, count):
-        """Hide all but the keys from first to last, as the block's first query sees them in this
-        tile.
-        """
+        """Hide all keys except those from ``first`` to ``last``, for the block's first query."""
         hidden = splat(compute(-math.inf), LANES)
         for key in range(count):
             smallest = splat(compute(key - last), LANES)
@@ -305,14 +303,14 @@ def make_mask(dtype: str) -> Callable:
 def make_scores(
     dtype: str, has_options: bool, has_programs: bool, differentiates: bool = False
 ) -> Callable:
-    """Make the function that computes a tile of scores.
+    """Make the function that computes a score tile.
 
     ``scores(parameters, piece, row_facts, target, scratch, slopes, keys, queries, are_small,
     first_query, query_count, key_start, columns, count)``: target[key, query] is the score before
-    it is multiplied by parameters.factor (which is log2(e) and, without a score_mod, the scale),
-    and -infinity where the query does not see the key. ``scratch`` has room for a tile, and so has
-    ``slopes``: see `make_score_mod`. If programs modify the scores and have gradients, ``slopes``
-    gets the products. The rows up to a multiple of what a product takes are undefined.
+    the multiplication by parameters.factor (log2(e), times the scale if there is no score_mod), and
+    -infinity where the query does not see the key. ``scratch`` and ``slopes`` have room for a tile:
+    see `make_score_mod`. If programs modify the scores and have gradients, ``slopes`` receives the
+    products. Rows beyond ``count``, up to the multiple that a product needs, are undefined.
     """
     matmul, _, _ = make_products(dtype)
     steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
@@ -345,11 +343,11 @@ def make_scores(
 
 @functools.cache
 def make_dropout_mask(dtype: str) -> Callable:
-    """Make ``load_dropout_mask(parameters, row_facts, target, key_start, first_column, columns,
-    count)``.
+    """Make the function that writes a tile of the dropout mask.
 
-    The mask is a tile of 1.0 where dropout keeps a weight and of 0.0 where it does not.
-    ``key_start`` must be a multiple of WORDS.
+    ``load_dropout_mask(parameters, row_facts, target, key_start, first_column, columns, count)``
+    writes 1.0 where dropout keeps a weight and 0.0 elsewhere. ``key_start`` must be a multiple of
+    WORDS.
     """
     LANES = lanes_of(compute_dtype(dtype))
     as_int32 = pointer_to("int32")
@@ -371,13 +369,14 @@ def make_dropout_mask(dtype: str) -> Callable:
 
 # ------------------------------------------------------------------------- tiles of keys and values
 
-# Find tiles of keys and of values, or copy them, as the left matrices of products.
+# Finds tiles of keys and values, or copies them, as the left matrices of products.
 
 
 @functools.cache
 def make_key_row(operand: str) -> Callable:
-    """Make ``key_row(parameters, piece, key)``: the address of a row of key or value, in its
-    page.
+    """Make ``key_row(parameters, piece, key)``: the address of a key's or value's row.
+
+    With a paged cache, the row lies in the page that the block table names.
     """
 
     @njit
@@ -394,7 +393,7 @@ def make_key_row(operand: str) -> Callable:
 
 @njit
 def lie_together(parameters, key_start, count):
-    """Whether the rows of these keys have one stride, which they lose where a page ends."""
+    """Whether the rows of these keys have one stride: they lie in one page."""
     if parameters.page_size > 0:
         return key_start % parameters.page_size + count <= parameters.page_size
     return True
@@ -402,12 +401,12 @@ def lie_together(parameters, key_start, count):
 
 @functools.cache
 def make_key_tile(dtype: str, operand: str) -> Callable:
-    """Make the function that gives a tile of keys, or of values, as the left matrix of a product.
+    """Make the function that returns a tile of keys or values as the left matrix of a product.
 
     ``tile(parameters, piece, scratch, key_start, count)`` returns the matrix, whose steps go along
-    the head dimension, and whether its numbers are small. It points to the tensor where that can be
-    multiplied as it is, and to a converted copy in scratch memory otherwise. Rows and columns go on
-    with zeros up to the multiples that a product takes.
+    the head dimension, and whether its numbers are small. The matrix is the tensor itself where its
+    layout allows, and a converted copy in scratch memory otherwise. Rows and columns are padded
+    with zeros to the multiples that a product needs.
     """
     if limbs_of(dtype) > 1:
         return _make_key_tile_of_limbs(dtype, operand)
@@ -419,7 +418,7 @@ def make_key_tile(dtype: str, operand: str) -> Callable:
     copy_row, key_row = make_copy_row(compute_dtype(dtype)), make_key_row(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
     dim_name = dim_name_of(operand)
-    # Rows that are a multiple of a kilobyte apart share few sets of the cache.
+    # Rows at a distance of a multiple of 1 KiB share few sets of the cache.
     aliasing = 1024 // ELEMENTS[dtype].size
 
     @njit
@@ -456,14 +455,14 @@ def make_key_tile(dtype: str, operand: str) -> Callable:
 
 
 def _make_key_tile_of_limbs(dtype: str, operand: str) -> Callable:
-    """Make a tile as `make_key_tile` does, for dtypes of several limbs."""
+    """`make_key_tile` for dtypes of several limbs."""
     ROWS = sizes_of(dtype).rows
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
     fill, key_row = make_fill("float32"), make_key_row(operand)
     split_row = make_row_splitter(limbs_of(dtype), lanes_of("float32"))
     split_stored_row = make_stored_row_splitter(dtype, operand)
     dim_name = dim_name_of(operand)
-    # All rows of a group of columns, and then those of the next.
+    # All rows of a group of columns lie before those of the next group.
     group = KEY_BLOCK * GROUP_ELEMENTS
 
     @njit
@@ -471,7 +470,7 @@ def _make_key_tile_of_limbs(dtype: str, operand: str) -> Callable:
         width = round_up(field(parameters, dim_name), ROWS)
         limb_stride = KEY_BLOCK * width // 2
         elements = as_elements(address_of(scratch))
-        # It lies behind three limbs.
+        # The line lies after the room of three limbs.
         line = shift(scratch, 3 * limb_stride)
         small = True
         for row in range(count):
@@ -493,8 +492,7 @@ def _make_key_tile_of_limbs(dtype: str, operand: str) -> Callable:
 
 @functools.cache
 def make_transposed_tile(dtype: str) -> Callable:
-    """Make the function that gives a tile as the left matrix of a product that is summed over the
-    keys.
+    """Make the function that returns a tile as the left matrix of a product summed over the keys.
 
     ``transposed_tile(scratch, tile, count, columns)`` takes the matrix that ``tile`` returned.
     """
@@ -547,9 +545,9 @@ def make_transposed_tile(dtype: str) -> Callable:
 
 
 def _make_transposed_tile_of_limbs(dtype: str) -> Callable:
-    """Transpose a tile so that the keys of a column are adjacent, as a matrix unit takes them.
+    """Transpose a tile so that the keys of a column are adjacent, as a matrix unit needs them.
 
-    It holds a group of keys for all columns, and then the next group.
+    All columns of a group of keys lie before those of the next group.
     """
     LANES, ROWS, LIMBS = lanes_of("float32"), sizes_of(dtype).rows, limbs_of(dtype)
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
@@ -578,21 +576,21 @@ def _make_transposed_tile_of_limbs(dtype: str) -> Callable:
 
 # ---------------------------------------------------------------- matrices of the backward products
 
-# Turn a tile of weights, or of gradients of the scores, into matrices of the backward products.
+# Turns a tile of weights, or of gradients of the scores, into matrices of the backward products.
 
 
 @functools.cache
 def make_tile_matrices(dtype: str) -> tuple[Callable, Callable, Callable]:
     """Make the functions that turn a tile of weights, or of gradients, into matrices of products.
 
-    ``split(limbs, tile, start, columns, rows)`` has to be called for a panel before the others.
+    ``split(limbs, tile, start, columns, rows)`` must be called for a panel before the others.
 
     ``as_right_matrix(target, limbs, panel, start, columns, rows)`` makes the right matrix of a
     panel, summed over the keys. The row after the last must be zero.
 
     ``as_left_matrix(limbs, tile, columns, count)`` makes the left matrix of all panels, summed over
-    the queries: rows as they are, or as pairs of neighbouring columns, with rows of zeros up to the
-    multiple that a product takes.
+    the queries: unchanged rows, or pairs of neighbouring columns, padded with rows of zeros to the
+    multiple that a product needs.
     """
     if limbs_of(dtype):
         return _make_tile_matrices_of_limbs(dtype)
@@ -635,7 +633,7 @@ def _make_left_matrix(dtype: str) -> Callable:
 
 
 def _make_tile_matrices_of_limbs(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Split each number once: the pairs of two keys are their limbs side by side."""
+    """Split each number once; a pair of two keys is their limbs side by side."""
     LANES, LIMBS, ROWS = lanes_of("float32"), limbs_of(dtype), sizes_of(dtype).rows
     split_row, fill, steps = (
         make_row_splitter(LIMBS, LANES),
@@ -643,7 +641,7 @@ def _make_tile_matrices_of_limbs(dtype: str) -> tuple[Callable, Callable, Callab
         make_step_counter(dtype),
     )
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    # All keys of a group of queries, and then those of the next.
+    # All keys of a group of queries lie before those of the next group.
     group, limb_stride = KEY_BLOCK * GROUP, KEY_BLOCK * TILE_STRIDE // 2
 
     @njit
@@ -686,16 +684,16 @@ def _make_tile_matrices_of_limbs(dtype: str) -> tuple[Callable, Callable, Callab
 
 # ------------------------------------------------------------------------ rows of the backward pass
 
-# Pack the rows of query and grad_output of a backward kernel's block as right matrices.
+# Packs the rows of query and grad_output of a backward kernel's block as right matrices.
 
 
 @functools.cache
 def make_block_rows(dtype: str, operand: str) -> Callable:
-    """Make ``block_rows(parameters, piece, scratch, columns, rows, width)``, which finds a block's
-    rows.
+    """Make the function that finds a block's rows.
 
-    It returns a pointer to them and their stride. They are copied to ``scratch`` as
-    `make_block_loader` does it, unless a matrix unit can take its matrices from where they are.
+    ``block_rows(parameters, piece, scratch, columns, rows, width)`` returns a pointer to the rows
+    and their stride. `make_block_loader` copies them to ``scratch``, unless a matrix unit can load
+    them in place.
     """
     load_block, operand_row = make_block_loader(dtype, operand), make_operand_row(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
@@ -718,9 +716,9 @@ def make_row_packer(dtype: str) -> Callable:
     """Make the function that packs a block's rows for both kinds of products.
 
     ``pack_rows(parameters, panels, pairs, pair_stride, pair_width, scratch, rows, stride, dim,
-    width, columns)`` fills ``panels`` as `make_panel_packer` does, for sums over the head
-    dimension. It returns the right matrix of all rows for sums over these, with at least
-    ``pair_width`` numbers in each step, and whether all numbers are small.
+    width, columns)`` fills ``panels`` like `make_panel_packer`, for sums over the head dimension.
+    It returns the right matrix for sums over the rows, with at least ``pair_width`` numbers in each
+    step, and whether all numbers are small.
     """
     if limbs_of(dtype):
         return _make_row_packer_for_matrix_unit(dtype)
@@ -739,7 +737,7 @@ def make_row_packer(dtype: str) -> Callable:
 
 
 def _make_row_packer_for_matrix_unit(dtype: str) -> Callable:
-    """Split each row once: the pairs of two rows are their limbs side by side."""
+    """Split each row once; a pair of two rows is their limbs side by side."""
     LIMBS, LANES, ROOM = limbs_of(dtype), lanes_of("float32"), sizes_of(dtype).room
     next_panel, transpose_limbs = make_next_panel(dtype), make_limb_transpose(dtype)
     split_row = make_row_splitter(LIMBS, LANES)

@@ -1,4 +1,4 @@
-"""The online softmax forward, and backward a tile's weights and the sums over a row's keys."""
+"""The online softmax, and for the backward pass a tile's weights and the sums over a row's keys."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 # The online softmax.
 #
 # With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into l *
-# 2^(m - max(m, m')) plus its own share, and the unnormalised output alike (Milakov and Gimelshein
-# 2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of log 2 here.
+# 2^(m - max(m, m')) plus the tile's sum; the unnormalised output is rescaled by the same factor
+# (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of
+# log 2 here.
 
 
 WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
@@ -45,9 +46,7 @@ WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 
 @functools.cache
 def make_sink_score(dtype: str) -> Callable:
-    """Make ``sink_score(parameters, batch, head)``, in units of log 2 and rounded as other scores
-    are.
-    """
+    """Make ``sink_score(parameters, batch, head)``: in units of log 2, rounded as other scores."""
     compute = ELEMENTS[dtype].compute
     LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2
 
@@ -65,10 +64,9 @@ def make_sink_score(dtype: str) -> Callable:
 
 @functools.cache
 def make_softmax_start(dtype: str) -> Callable:
-    """Make ``start_softmax(parameters, piece, largest, total, columns)``, for before the first
-    tile.
+    """Make ``start_softmax(parameters, piece, largest, total, columns)``, called before any tile.
 
-    A sink is a score that has been seen already, by the first split of the keys.
+    The first split of the keys starts with the sink as a score seen already.
     """
     fill, sink_score = make_fill(compute_dtype(dtype)), make_sink_score(dtype)
     compute = ELEMENTS[dtype].compute
@@ -83,7 +81,7 @@ def make_softmax_start(dtype: str) -> Callable:
                 if sink != compute(-math.inf):
                     first = index * piece.query_count
                     fill(shift(largest, first), piece.query_count, sink)
-                    # No number is less or more than NaN, so that the sum has to carry it.
+                    # The maximum's comparisons drop a NaN, so the sum carries it.
                     fill(shift(total, first), piece.query_count, 1.0 if sink == sink else sink)
 
     return start_softmax
@@ -95,9 +93,9 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
     ``online_softmax(parameters, scores, dropout_mask, weights, largest, total, correction, columns,
     count)`` updates largest and total, and multiplies the weights by the dropout mask if there is
-    one. Weights of dtype bfloat16x2 are pairs of neighbouring keys, with zeros up to the steps of a
-    product and limbs that are WEIGHTS_LIMB_STRIDE apart. Returns whether a maximum grew, so that
-    the output has to be multiplied by ``correction``.
+    one. Weights of dtype bfloat16x2 are pairs of neighbouring keys, padded with zeros to the steps
+    of a product, with limbs WEIGHTS_LIMB_STRIDE apart. Returns whether a maximum grew; the output
+    must then be multiplied by ``correction``.
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
@@ -118,13 +116,11 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
     @njit
     def grow(largest, total, correction, column, top):
-        """Take ``top`` into the maximum of the scores seen so far. Returns whether a maximum
-        grew.
-        """
+        """Update the running maximum with ``top``; return whether a maximum grew."""
         zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
         before = load_vector(largest, column, LANES)
         after = maximum(top, before)
-        # The difference would be NaN for an infinite maximum that stays.
+        # For an infinite maximum that does not grow, the difference would be NaN.
         grown = select(less(before, after), before - base_of(after, lowest, zero), zero)
         scaled = exp2(grown)
         store(largest, column, after)
@@ -134,18 +130,18 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
     @njit
     def base_of(largest, lowest, zero):
-        # A query that has seen nothing yet has the maximum -infinity: any finite number does.
+        # A query that has seen no key yet has the maximum -infinity: any finite base will do.
         return select(less(lowest, largest), largest, zero)
 
     def make_exponentials(has_dropout: bool) -> Callable:
-        """Make a loop without a branch, which keeps more of its constants in registers."""
+        """Make a loop without a branch on dropout, which keeps more constants in registers."""
 
         @njit
         def exponential(scores, dropout_mask, index, factor, offset):
-            """Return the exponential, and what dropout leaves of it."""
+            """Return the exponential, before and after dropout."""
             score = load_vector(scores, index, LANES)
-            # The product is rounded as the maximum is, which fma would not do: of scores near
-            # 1e10 a difference of hundreds would remain, and 2^x overflow.
+            # No fma: the product must be rounded like the maximum. For scores near 1e10 a
+            # difference of hundreds would remain, and 2^x overflow.
             value = exp2(score * factor + offset)
             if has_dropout:
                 return value, value * load_vector(dropout_mask, index, LANES)
@@ -155,8 +151,8 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         def exponentials(scores, dropout_mask, weights, largest, total, column, count, factor):
             zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
             offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
-            # One sum of all keys would round each weight to the digits of the total: this is the
-            # sum of the tile.
+            # Sum the tile first: adding each weight to the total would round it to the total's
+            # precision.
             sum_ = zero
             if packs:
                 pairs = as_weights(address_of(weights))
@@ -186,11 +182,11 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         parameters, scores, dropout_mask, weights, largest, total, correction, columns, count
     ):
         factor = splat(compute(parameters.factor), LANES)
-        # Maxima, and pairs, are taken of two keys at a time.
+        # Maxima and pairs take two keys at a time.
         if count % 2 == 1:
             fill(shift(scores, count * TILE_STRIDE), columns, -math.inf)
-        # Three loops, since the processor then begins with a column's exponentials before it is
-        # done with those of the column before: 7 cycles a vector, and 10 in one loop.
+        # With three loops, the processor overlaps the exponentials of neighbouring columns: 7
+        # cycles a vector; 10 in one loop.
         for column in range(0, columns, LANES):
             store(correction, column, largest_of_tile(scores, column, count) * factor)
         grew = False
@@ -219,25 +215,25 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
 # ------------------------------------------------------------------------------- exact sums of rows
 
-# Attention: the gradients that are sums over a row's keys, freed of what rounded its delta.
+# Gradients that are sums over a row's keys, corrected for the rounding error of the row's delta.
 #
-# The gradient of a row's scores is dS = P * (dP - delta), and delta comes from the output as it was
-# stored. What that rounding left out, e, is in each dS as P * e, which a sum over the keys gathers:
-# a bias for the whole row gets e where it should get nothing, and a slope e times the distance of
-# the keys, which may be thousands, where their distances differ by few. With the sums R of dS and S
-# of P and the weight w of the sink
+# The gradient of a row's scores is dS = P * (dP - delta), where delta comes from the stored output.
+# The rounding error e of delta is in each dS as P * e, and a sum over the keys accumulates it: a
+# bias for the whole row gets e instead of zero, and a slope gets e times the distance of the keys,
+# which may be thousands although their distances differ by few. Let R be the sum of dS, S the sum
+# of P and w the weight of the sink. An output that was not rounded would give delta':
 #
 #     D = sum(P dP) = R + delta S,    delta' = D - dLogsumexp
 #
-# is what delta would be of an output that was not rounded, and so
+# and so
 #
 #     sum(dS)            = w D + S dLogsumexp
 #     sum(dS distance)   = sum(dS far) + (delta - delta') sum(P far) + nearest sum(dS)
 #     gradient of a sink = -w delta'
 #
-# where far = distance - nearest, for the nearest key that a block of queries sees. S + w is 1, but
-# for the roundings of the logsumexp, by which all of P and dS are divided once more. Of a part of
-# the keys S and R are not known, and all sums are those of dS as it is.
+# where far = distance - nearest, for the nearest key that a block of queries sees. S + w is 1 up to
+# the rounding of the logsumexp, so P and dS are divided by S + w. A call on part of the keys
+# (`is_part`) does not know S and R: its sums are of dS, uncorrected.
 
 
 # Rows of sums, one number for each query: dS, P, and both times ``far``.
@@ -247,7 +243,7 @@ SUM_ROWS = 4
 
 @njit
 def adds_row_sums(parameters):
-    """Whether a bias that is the same for all keys wants its gradient."""
+    """Whether to compute the gradient of a bias that is the same for all keys."""
     return parameters.bias_gradient == GRADIENT_ADDED and parameters.bias_columns == 1
 
 
@@ -259,7 +255,7 @@ def needs_row_sums(parameters):
 
 @njit
 def nearest_distance(piece):
-    """The distance of the nearest key that the queries of a block see, or less."""
+    """A lower bound of the distance to the nearest key that the queries of a block see."""
     first = piece.query_start + piece.alignment
     last = first + piece.query_count - 1
     most_behind = min(last - piece.key_start, piece.alignment - piece.first_visible)
@@ -269,10 +265,10 @@ def nearest_distance(piece):
 
 @functools.cache
 def make_row_sums(dtype: str) -> tuple[Callable, Callable]:
-    """Make the functions that begin the row sums and add a panel of a tile to them.
+    """Make the functions that zero the row sums and add a panel of a tile to them.
 
-    They are ``start_row_sums(sums)``, and ``add_row_sums(parameters, piece, row_facts, weights,
-    grad_scores, sums, key_start, columns, count)``.
+    They are called as ``start_row_sums(sums)`` and ``add_row_sums(parameters, piece, row_facts,
+    weights, grad_scores, sums, key_start, columns, count)``.
     """
     compute = ELEMENTS[dtype].compute
     LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
@@ -299,8 +295,9 @@ def make_row_sums(dtype: str) -> tuple[Callable, Callable]:
 
     @njit
     def add_far(row_facts, weights, grad_scores, sums, first_distance, nearest, columns, count):
-        """Add the far distances; first_distance is that of the block's first query from the first
-        key.
+        """Add the sums times ``far``.
+
+        ``first_distance`` is from the block's first query to the tile's first key.
         """
         zero, shortest = splat(compute(0.0), LANES), splat(compute(nearest), LANES)
         for column in range(0, columns, LANES):
@@ -330,10 +327,11 @@ def make_row_sums(dtype: str) -> tuple[Callable, Callable]:
 
 @functools.cache
 def make_row_sums_writer(dtype: str) -> Callable:
-    """Make ``write_row_sums(parameters, piece, sums, base, shares, delta)``.
+    """Make the function that writes the gradients of a block's row sums.
 
-    It adds what a block contributes to the gradients of slopes and sinks, and of a bias that is the
-    same for all keys. See `make_statistics_loader` for the rest.
+    ``write_row_sums(parameters, piece, sums, base, shares, delta)`` adds the block's contribution
+    to the gradients of slopes and sinks, and of a bias that is the same for all keys. See
+    `make_statistics_loader` for base, shares and delta.
     """
     compute, sink_score = ELEMENTS[dtype].compute, make_sink_score(dtype)
     as_sums = pointer_to(compute_dtype(dtype))
@@ -358,7 +356,7 @@ def make_row_sums_writer(dtype: str) -> Callable:
                     sink = sink_score(parameters, piece.batch, head)
                     of_sink = exp2(sink - load(base, block_row)) * load(shares, block_row)
                 if weights + of_sink == compute(0.0):
-                    # A query that sees nothing.
+                    # The query sees no key.
                     continue
                 share = compute(1.0)
                 if not parameters.is_part:
@@ -389,20 +387,20 @@ def make_row_sums_writer(dtype: str) -> Callable:
 
 # ------------------------------------------------------------------ weights and gradients of scores
 
-# Recompute a tile's weights in the backward pass, and the gradient of its scores.
+# Recomputes a tile's weights in the backward pass, and the gradient of its scores.
 
 
 @functools.cache
 def make_statistics_loader(dtype: str) -> Callable:
-    """Make the function that loads what a block's weights are computed from.
+    """Make the function that loads a block's statistics: base, shares and delta of each query.
 
     ``load_statistics(parameters, piece, grad_outputs, stride, width, scratch, base, shares, delta,
     columns)``. For each query delta = sum(grad_output * output) - grad_logsumexp, and a weight is
-    shares * 2^(score - base), in units of log 2. The base is the logsumexp and the shares are 1,
-    but for its rounding in these units. Where the logarithm of the sum would be lost beside large
-    scores, the base is the largest score and the shares are 1 / sum(2^(score - base)).
-    ``grad_outputs`` are rows of ``width``, a multiple of the vector's lanes; ``scratch`` has room
-    for one more.
+    shares * 2^(score - base), in units of log 2. The base is the logsumexp, rounded in these units,
+    and the share is 1 except for a correction of this rounding. Where large scores would swallow
+    the logarithm of the sum, the base is the largest score and the share is 1 / sum(2^(score -
+    base)). ``grad_outputs`` are rows of ``width``, a multiple of the vector's lanes; ``scratch``
+    has room for one more.
     """
     compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     LANES = lanes_of(compute)
@@ -411,7 +409,7 @@ def make_statistics_loader(dtype: str) -> Callable:
 
     @njit
     def output_row(parameters, piece, scratch, head, query, width):
-        """Return a row of ``width``: itself, if it is that long, or a copy with zeros behind it."""
+        """Return a row of ``width`` elements: the tensor's own, or a copy padded with zeros."""
         row = row_of(parameters, "output", piece.batch, head, query)
         columns, column_stride = parameters.value_dim, parameters.output_column_stride
         if may_stay and column_stride == 1 and columns == width:
@@ -444,7 +442,7 @@ def make_statistics_loader(dtype: str) -> Callable:
     def load_statistics(
         parameters, piece, grad_outputs, stride, width, scratch, base, shares, delta, columns
     ):
-        # Columns without a query keep a base of infinity, and so weights of zero.
+        # Columns without a query keep an infinite base, so their weights are zero.
         fill(base, columns, math.inf)
         fill(shares, columns, 1.0)
         fill(delta, columns, 0.0)
@@ -455,7 +453,7 @@ def make_statistics_loader(dtype: str) -> Callable:
                 index = piece.head + head
                 saved = load(row_of(parameters, "logsumexp", piece.batch, index, query), 0)
                 grad = load(row_of(parameters, "grad_logsumexp", piece.batch, index, query), 0)
-                # A query that sees nothing has a logsumexp of -infinity and no weights, too.
+                # A query that sees no key has a logsumexp of -infinity; its weights are zero too.
                 if saved != -math.inf:
                     store_base(parameters, piece, saved, base, shares, block_row)
                 output = output_row(parameters, piece, scratch, index, query, width)
@@ -469,7 +467,7 @@ def make_statistics_loader(dtype: str) -> Callable:
 
 @functools.cache
 def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
-    """Make the function that recomputes a panel of a tile, from ``first_column`` on.
+    """Make the function that recomputes the weights of a panel, from ``first_column`` on.
 
     ``weights_tile(parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys,
     values, queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start,
@@ -477,8 +475,8 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
     the scores dS = P * (V dO - delta), where S is the score with bias and mask; both are zero for
     columns without a query. With dropout the weights and V dO are multiplied by its mask.
     ``dropout_mask`` and ``slopes`` have room for a tile. See `make_statistics_loader` for base,
-    shares and delta, `make_score_mod` for slopes, and foo_ops/kernels/attention/softmax.py for
-    row_sums, which a tile adds to.
+    shares and delta, `make_score_mod` for slopes, and `make_row_sums` for row_sums, to which the
+    panel is added.
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
@@ -500,7 +498,7 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
 
     @njit
     def limited(exponent):
-        """Limit a weight to 1, which roundings of scores near 1e10 exceed by hundreds."""
+        """Return 2^exponent, at most 1: rounding scores near 1e10 makes exponents of hundreds."""
         zero = splat(scalar(0.0), LANES)
         return exp2(select(less(zero, exponent), zero, exponent))
 
@@ -522,7 +520,7 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
             largest, share = load_vector(base, column, LANES), load_vector(shares, column, LANES)
             for key in range(count):
                 index = key * TILE_STRIDE + column
-                # The product is rounded as that of the largest score is, which fma would not do.
+                # No fma: the product must be rounded like that of the largest score.
                 exponent = load_vector(weights, index, LANES) * factor - largest
                 store(weights, index, limited(exponent) * share)
 

@@ -1,8 +1,8 @@
-"""Compile a Python function, and find the address of its machine code. It knows no kernel.
+"""Compile a Python function, and find the address of its machine code.
 
-A launcher asks `resolve` for a kernel by its name. `kernel` has the table in which it is found,
-`load` takes its object code from the `cache` on disk or else from `emit`, and `numba_target` is
-what Numba makes LLVM's language with::
+A launcher gets a kernel from `resolve` by its name. `kernel` has the table of kernels, `load` takes
+the object code from the `cache` on disk or else from `emit`, and with `numba_target` Numba emits
+LLVM IR. No module here depends on a particular kernel::
 
     resolve(name, signature) -> KERNELS[name] -> load -> cache.read
                                                       -> emit.compile_kernel -> cache.write

@@ -1,11 +1,11 @@
-"""Say what to write in a kernel in place of a function of Python, NumPy or torch. Light."""
+"""Advice for kernels: what to write in place of a function of Python, NumPy or torch."""
 
 from __future__ import annotations
 
 LOOP = "for i in range({})"
 SCRATCH = "scratch memory, which library.scratch gives a tile kernel"
 
-# Functions of numbers whose name is another one in ``math``, or that have none there.
+# Functions of numbers that ``math`` lacks or has under another name.
 NUMBERS = {
     "absolute": "abs(x)",
     "fabs": "abs(x)",
@@ -127,12 +127,12 @@ _WRITES = ("fill_", "zero_", "copy_", "setattr", "add_", "mul_", "fill", "scatte
 
 
 def advice_for(name: str, size: str = "x.shape[-1]", *, sees_rows: bool = True) -> str:
-    """Return what a kernel has in place of a function of this name, or nothing.
+    """Return advice on what to write in a kernel in place of a function, or an empty string.
 
     Args:
-        name: of the function.
-        size: what the size of its argument is in the kernel.
-        sees_rows: it is no elementwise kernel, which sees one number of each tensor.
+        name: the function's name.
+        size: the expression for the size of its argument in the kernel.
+        sees_rows: false for an elementwise kernel, which sees one number of each tensor.
 
     Example:
         >>> advice_for("arctan")

@@ -1,11 +1,11 @@
 """Keep object code on disk, and load only what this user or root wrote.
 
-Whatever goes wrong here costs time alone: the kernel is compiled again. Where all of it is more
-than FOO_CACHE_LIMIT, what was not used for longest goes (`_remove_old`).
+A failure here only costs time: the kernel is compiled again. If the folder exceeds FOO_CACHE_LIMIT,
+the least recently used kernels are removed (`_remove_old`).
 
-Code that another user could have written would run with the rights of this one. So the folder and
-its files are opened first, and what was opened is asked for its owner: who may rename folders on
-the way there can exchange them in between, but cannot make one that belongs to this user.
+Code that another user could have written would run with this user's rights. So the folder and its
+files are opened first, and the owner of the open descriptor is checked: somebody who may rename
+folders on the path can exchange them in between, but cannot make one that belongs to this user.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 logger = logging.getLogger("foo_ops")
 
 CHECKSUM_SIZE = hashlib.sha256().digest_size
-# A file has this suffix until it is whole. One that is an hour old was left behind by a process
-# that was killed.
+# The suffix of a file until it is complete. A file with it that is an hour old was left behind by a
+# process that was killed.
 UNFINISHED = ".foo_ops-unfinished"
 _SECONDS_TO_FINISH = 3600
 # A kernel has 5 to 300 KB.
@@ -38,7 +38,7 @@ _LONGEST_TITLE = 100
 def cache_directory() -> Path | None:
     """Return the folder of compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder.
 
-    It is None for a user without a home, as a container may have one.
+    Returns None for a user without a home folder, as in some containers.
     """
     chosen = os.environ.get("FOO_CACHE_DIR")
     if chosen:
@@ -58,15 +58,13 @@ def _registered_home() -> str | None:
 
 
 def file_name(title: str, key: str) -> str:
-    """Name a kernel's file. The key tells apart those whose titles are too long."""
+    """Return a kernel's file name. The key distinguishes kernels whose titles are cut off."""
     short = title.encode()[:_LONGEST_TITLE].decode(errors="ignore")
     return f"{short}-{key}.o"
 
 
 def read(name: str) -> bytes | None:
-    """Return the object code in a file, or None if there is none that is whole and can be
-    trusted.
-    """
+    """Return the object code in a file, or None if it is missing, damaged or not trusted."""
     path = cache_directory()
     try:
         if path is None:
@@ -89,7 +87,7 @@ def read(name: str) -> bytes | None:
 
 def _content(name: str, folder: int) -> bytes | None:
     try:
-        # Whoever put a pipe there would else keep us waiting.
+        # O_NONBLOCK: opening a pipe that somebody put there would block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
@@ -99,7 +97,7 @@ def _content(name: str, folder: int) -> bytes | None:
         return None
     try:
         status = os.fstat(descriptor)
-        # Python makes no file object of a folder.
+        # os.fdopen fails for a folder.
         if not stat.S_ISREG(status.st_mode):
             return None
         distrust = _distrust(status)
@@ -115,13 +113,13 @@ def _content(name: str, folder: int) -> bytes | None:
 
 def _mark_as_used(descriptor: int, status: os.stat_result) -> None:
     """Set the time of the last access: most file systems do so once a day, or never."""
-    # It may be another user's file, or on a disk that cannot be written.
+    # This fails for another user's file, or on a read-only disk.
     with contextlib.suppress(OSError):
         os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
 
 
 def obstacle() -> str | None:
-    """Make the folder, and say why no kernel could be kept in it, if that is so."""
+    """Make the folder; return the reason why no kernel can be kept in it, or None."""
     path = cache_directory()
     if path is None:
         return "there is no home folder: set FOO_CACHE_DIR"
@@ -136,7 +134,7 @@ def obstacle() -> str | None:
 
 
 def write(name: str, code: bytes) -> None:
-    """Store object code so that another process sees all of it or nothing."""
+    """Store object code atomically: another process sees all of it or nothing."""
     path = cache_directory()
     if path is None:
         _warn_once(
@@ -179,11 +177,11 @@ def _remove_unfinished(folder: int) -> None:
 
 
 def _remove_old(folder: int, newest: str) -> None:
-    """Remove the kernels that were not used for longest, until the others are within the limit."""
+    """Remove the least recently used kernels until the others are within the limit."""
     limit = _limit()
     with os.scandir(folder) as entries:
         kernels = [entry for entry in entries if entry.name.endswith(".o")]
-    # Another process may have removed one by now.
+    # Another process may have removed a file meanwhile.
     found = []
     for entry in kernels:
         with contextlib.suppress(FileNotFoundError):
@@ -212,7 +210,7 @@ def _limit() -> int:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone."""
+    """Make a folder, and missing folders above it, accessible to this user only."""
     if not path.exists():
         _make_private(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -220,7 +218,7 @@ def _make_private(path: Path) -> None:
 
 @contextlib.contextmanager
 def _opened_folder(path: Path) -> Iterator[int]:
-    """Open a folder in which nobody but this user and root may write; return its descriptor."""
+    """Open a folder that only this user and root may write to; yield its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         distrust = _distrust(os.fstat(descriptor))
@@ -232,7 +230,7 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Say why others than this user and root could have written what was opened, if they could."""
+    """Return the reason if anybody else than this user and root could have written it, or None."""
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,4 +1,4 @@
-"""Emit the object code of a kernel: Numba makes LLVM's language of it, and LLVM machine code."""
+"""Emit the object code of a kernel: Numba compiles it to LLVM IR, and LLVM to machine code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foo_ops.kernels.compiler.kernel import Kernel
 
 # ------------------------------------------------------------------------------- garbage collection
 
-# Keep Python's garbage collector from work that makes many objects at once.
+# Stops Python's garbage collector during work that makes many objects at once.
 
 
 _lock = threading.Lock()
-# How many threads are at such work, and the thresholds from before the first of them.
+# The number of threads doing such work, and the thresholds from before the first of them.
 _workers = 0
 _thresholds = gc.get_threshold()
 
@@ -26,13 +26,12 @@ _thresholds = gc.get_threshold()
 def without_garbage_collection(*, leaves_garbage: bool = False) -> Iterator[None]:
     """Stop the collector, which takes a fifth of a compiler's time, and 0.1 s beside torch.
 
-    It is stopped by a threshold of 0. `gc.disable` is left to others, who may call it in another
-    thread meanwhile.
+    A threshold of 0 stops it, not `gc.disable`, which others may call in another thread meanwhile.
 
     Args:
-        leaves_garbage: whether most of what is made is garbage in the end, as the compiler's is,
-            and is collected at once: 0.5 MB of a kernel, and not 2 MB, stay until the next
-            collection of all objects. An import leaves what lives on.
+        leaves_garbage: most of the new objects are garbage in the end, as in compilation, and are
+            collected at once: 0.5 MB of a kernel instead of 2 MB stay until the next collection of
+            all objects. The objects of an import stay alive.
     """
     _begin()
     try:
@@ -55,21 +54,21 @@ def _end(leaves_garbage: bool) -> None:
     with _lock:
         _workers -= 1
         is_last = _workers == 0
-        # Not where somebody else has set others meanwhile.
+        # Unless somebody else has set other thresholds meanwhile.
         if is_last and gc.get_threshold()[0] == 0:
             gc.set_threshold(*_thresholds)
         if not leaves_garbage:
             _count_as_old()
     if leaves_garbage and is_last and gc.isenabled():
-        # The young ones are those that were made meanwhile.
+        # The youngest generation is the objects made meanwhile.
         gc.collect(0)
 
 
 def _count_as_old() -> None:
-    """Move all objects into the oldest generation, unlooked at.
+    """Move all objects into the oldest generation without visiting them.
 
-    Otherwise the next collection, of the youngest, goes through all that was made meanwhile.
-    Objects that somebody else has frozen stay so.
+    Otherwise the next collection of the youngest generation visits all objects made meanwhile.
+    Objects that somebody else has frozen stay frozen.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -85,21 +84,22 @@ with without_garbage_collection():
     from foo_ops.kernels.compiler.processor import target
 
 LLVM_OPTIONS = {
-    # A branch on an option, as of the forms of gelu, is taken before a loop of up to so many
-    # instructions, not in it: vectorised there, both sides are computed for each element, which for
-    # the gradient of gelu takes 1.3 times as long.
+    # A branch on an option, such as the form of gelu, is moved out of a loop of up to 150
+    # instructions. A vectorised loop with the branch would compute both sides for each element: 1.3
+    # times as long for the gradient of gelu.
     "unswitch-threshold": (150, 50),
-    # Loops of up to half this cost take two vectors at a time: gelu of bfloat16 and float16, which
-    # was one chain of 40 instructions after the other, takes 0.82 of the time.
+    # Loops of up to half this cost compute two vectors at a time: gelu of bfloat16 and float16,
+    # otherwise a single chain of 40 dependent instructions, takes 0.82 of the time.
     "small-loop-cost": (40, 20),
 }
-"""Ours, and LLVM's own."""
+"""Our value and LLVM's default for each option."""
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
-# Numba numbers the functions of a process. Without that, a kernel is the same bytes in each.
+# Numba numbers the functions of a process. Without the numbers, every process emits equal bytes.
 _NUMBER = re.compile(r"B\d+v\d+")
-# A kernel may call these, which live in the process already. memcpy and memset are LLVM's own idea.
+# A kernel may call these functions, which are in the process already. LLVM inserts memcpy and
+# memset itself.
 _MATH = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
     *("erf", "erfc", "exp", "exp2", "expm1", "floor", "fmod", "hypot", "ldexp", "log", "log10"),
@@ -126,22 +126,22 @@ def compile_kernel(build: Callable[[], Kernel]) -> bytes:
 def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     triple, name, features = target()
     for function in module.functions:
-        # What is weak is kept for loops that LLVM vectorises: see
+        # Weak functions are kept for loops that LLVM vectorises: see
         # foo_ops/kernels/math/formula.py.
         is_for_loops = vectorizes and function.linkage == llvm.Linkage.weak_odr
         is_kept = function.name == ENTRY or is_for_loops
         if not function.is_declaration and not is_kept:
             function.linkage = "internal"
             function.name = _NUMBER.sub("", function.name)
-    # load.py links the sections of an object next to each other. "jitdefault" would take an
-    # instruction more for each constant in memory (gelu 1.15 times as long).
+    # load.py links the sections of an object next to each other. "jitdefault" would need one more
+    # instruction for each constant in memory (gelu 1.15 times as long).
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=name, features=features, opt=3, reloc="pic", codemodel="small"
     )
     options = llvm.create_pipeline_tuning_options(speed_level=3 if vectorizes else 1)
     options.loop_vectorization = vectorizes
-    # Register tiles are as large as the registers allow: unrolled once more they spill (0.93 and
-    # not 0.95 of the FMA peak), and compiling takes longer.
+    # Register tiles fill the registers: unrolled further they spill (0.93 instead of 0.95 of the
+    # FMA peak), and compiling takes longer.
     options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
     with _our_options():
@@ -149,7 +149,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
             passes.getModulePassManager().run(module, passes)
             whole = [it for it in module.functions if it.linkage == llvm.Linkage.weak_odr]
             if whole:
-                # Vectorised loops call functions for vectors now.
+                # Vectorised loops call the vector functions by now.
                 for function in whole:
                     function.linkage = "internal"
                 _simplify(module, passes)
@@ -161,9 +161,9 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
 
 @contextmanager
 def _our_options() -> Iterator[None]:
-    """Set options that LLVM has of the process alone.
+    """Set LLVM options, which only exist for the whole process.
 
-    Numba's lock, which is held here, keeps the functions that a user compiles from seeing them.
+    Numba's lock is held, so that functions that a user compiles do not see them.
     """
     for name, (ours, _) in LLVM_OPTIONS.items():
         llvm.set_option("", f"-{name}={ours}")
@@ -175,10 +175,10 @@ def _our_options() -> Iterator[None]:
 
 
 def _simplify(module: llvm.ModuleRef, passes: llvm.PassBuilder) -> None:
-    """Inline what is marked so, then simplify each function, once.
+    """Inline the functions marked for it, then simplify each function once.
 
-    Kernels on explicit vectors have the same inner loops after this as after LLVM's pipelines for
-    modules, which simplify each function again wherever it is inlined, and take twice the time.
+    For kernels on explicit vectors this gives the same inner loops as LLVM's module pipelines,
+    which simplify a function again wherever it is inlined, and take twice the time.
     """
     inlining = llvm.create_new_module_pass_manager()
     inlining.add_always_inliner_pass()

@@ -1,10 +1,9 @@
-"""Describe what the code of a function depends on: for the key of the cache on disk.
+"""Describe everything that a function's code depends on, for the key of the cache on disk.
 
-A function counts with its compiled code, its defaults, what it closes over and the globals that it
-names, and so do the functions and classes among these, wherever they are. Line numbers and comments
-do not count, but for kernels that tell where they have gone wrong. Of this package's own functions
-the modules count, see sources.py. Needs no Numba: a kernel that is already on disk is loaded
-without it.
+A function counts with its compiled code, its defaults, its closure and the globals that it names,
+and so do functions and classes among these, wherever they are defined. Line numbers and comments
+count only for kernels that report the place of an error. For this package's own functions, their
+modules count: see sources.py. Does not import Numba: a kernel on disk is loaded without it.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ from typing import Any
 from foo_ops.kernels.compiler.kernel import Fingerprint
 from foo_ops.kernels.compiler.sources import MODULES
 
-# Kernels refer to twenty functions, classes and objects. With a plugin of pytest, as an assert in a
-# test's file has, it is all that pytest knows: a minute, and gigabytes.
+# A kernel refers to about twenty functions, classes and objects. A kernel that refers to a plugin
+# of pytest, as an assert in a test's file does, refers to all of pytest: a minute, and gigabytes.
 MOST = 1000
 
 
 class _TooManyError(Exception):
-    """Says that functions refer to more than `MOST` others, classes and objects."""
+    """Functions refer to more than `MOST` other functions, classes and objects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """A walk through functions and classes: the number of each one seen so far, by id, and the
-    modules of this package that were met.
+    """A walk through functions and classes.
+
+    It numbers the objects seen so far, by id, and collects the modules of this package.
     """
 
     has_places: bool
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     modules: set[str] = dataclasses.field(default_factory=set)
-    # No other value gets the id of one that has been seen.
+    # Keeps seen values alive, so that no other value gets their id.
     _alive: list[Any] = dataclasses.field(default_factory=list)
 
     def is_new(self, value: Any) -> bool:
@@ -60,22 +60,21 @@ class _Walk:
 
 
 def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> Fingerprint:
-    """Return the same for the same functions in every process, and another where anything
-    differs.
+    """Return a fingerprint of functions that is equal in every process, and differs if they do.
 
     Args:
         functions: the functions.
         has_places: files and line numbers count, too.
 
     Returns:
-        No content where there are more than `MOST` functions, classes and objects, or they refer to
-        each other in a chain that is longer than Python's stack.
+        The fingerprint, without content if there are more than `MOST` functions, classes and
+        objects, or if they refer to each other in a chain that is longer than Python's stack.
     """
     walk = _Walk(has_places)
     try:
         content = b"\0".join(part for function in functions for part in _parts(function, walk))
     except (_TooManyError, RecursionError):
-        # And whatever else a kernel may load.
+        # The walk is incomplete, so add every module that a kernel may load.
         language = sys.modules.get("foo_ops.language")
         later = getattr(language, "MODULE_OF", {}).values()
         return Fingerprint(None, frozenset(walk.modules.union(later)))
@@ -83,9 +82,9 @@ def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> Fin
 
 
 def _parts(value: Any, walk: _Walk, attributes: frozenset[str] = frozenset()) -> Iterator[bytes]:
-    """Yield a value, of which a module's ``attributes`` are used."""
+    """Yield the parts of a value; of a module, only the ``attributes`` that are used."""
     inner = _inner(value)
-    # Not tuples: equal ones are one object or two, as the compiler of Python likes.
+    # Not tuples: whether equal ones are one object depends on Python's compiler.
     has_identity = _may_refer_to_itself(value) or inner is not value
     if has_identity and not walk.is_new(value):
         yield b"seen %d" % walk.seen[id(value)]
@@ -125,12 +124,14 @@ def _may_refer_to_itself(value: Any) -> bool:
 
 
 def _inner(value: Any) -> Any:
-    """Return the Python function in what is made of one: ``njit``, ``intrinsic``, methods and
-    properties of classes, and ``functools.cache``.
+    """Return the Python function that a value wraps, or the value.
+
+    Wrappers are ``njit``, ``intrinsic``, methods and properties of classes, and
+    ``functools.cache``.
     """
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
         return value
-    # Others may do anything when they are asked for an attribute, as pytest.mark does.
+    # Reading an attribute of other types may do anything, as with pytest.mark.
     if type(value).__module__.partition(".")[0] not in ("builtins", "functools", "numba"):
         return value
     for attribute in ("py_func", "_defn", "__func__", "__wrapped__", "fget", "func"):
@@ -141,7 +142,7 @@ def _inner(value: Any) -> Any:
 
 
 def _options(value: Any) -> list[tuple[str, str]]:
-    """Return what Numba was told of a function: ``fastmath=True`` makes other code."""
+    """Return the options of a function for Numba: ``fastmath=True`` makes other code."""
     names = ("targetoptions", "locals", "_prefer_literal", "_ctor_kwargs")
     found = {name: getattr(value, name, None) or {} for name in names}
     return [
@@ -172,7 +173,7 @@ def _function_parts(function: types.FunctionType, walk: _Walk) -> Iterator[bytes
 
 
 def _imported(name: str, function: types.FunctionType) -> types.ModuleType | None:
-    """Import what a function would import; None where it may do without."""
+    """Import a module as a function would; None if that fails."""
     # The name may be relative to the package.
     for it, package in ((name, None), (f".{name}", function.__globals__.get("__package__"))):
         with contextlib.suppress(Exception):
@@ -184,14 +185,14 @@ def _cell_parts(cell: types.CellType, walk: _Walk, attributes: frozenset[str]) -
     try:
         value = cell.cell_contents
     except ValueError:
-        # A variable of the function around it has no value yet.
+        # The enclosing function's variable has no value yet.
         yield b"empty"
     else:
         yield from _parts(value, walk, attributes)
 
 
 def _overloads(function: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
-    """Return what users of Numba have registered for a function, which it compiles instead."""
+    """Return the overloads that users have registered for a function; Numba compiles these."""
     templates = sys.modules.get("numba.core.typing.templates")
     registered = templates.builtin_registry.globals if templates is not None else ()
     return tuple(
@@ -204,7 +205,7 @@ def _overloads(function: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
 
 
 def _module_parts(module: types.ModuleType, walk: _Walk, names: frozenset[str]) -> Iterator[bytes]:
-    """Yield what a function may use of a module that it names."""
+    """Yield the attributes of a module that a function may use."""
     yield module.__name__.encode()
     if is_known(module.__name__):
         walk.note(module.__name__)
@@ -213,14 +214,14 @@ def _module_parts(module: types.ModuleType, walk: _Walk, names: frozenset[str]) 
             yield name.encode()
             walk.note(lazy[name])
         return
-    # Not the module's dictionary: some load what they have when they are asked for it.
+    # Not the module's dictionary: some modules load attributes lazily.
     for name in sorted(names & set(dir(module))):
         yield name.encode()
         yield from _parts(getattr(module, name, None), walk, names)
 
 
 def _class_parts(class_: type, walk: _Walk) -> Iterator[bytes]:
-    """Yield a class: intrinsics read its attributes and call its methods."""
+    """Yield the parts of a class: intrinsics read its attributes and call its methods."""
     yield repr(class_).encode()
     if _is_covered(class_.__module__):
         walk.note(class_.__module__)
@@ -234,7 +235,7 @@ def _class_parts(class_: type, walk: _Walk) -> Iterator[bytes]:
             yield _source_around(class_)
 
 
-# Some are made on demand, some are places in a file, and some are objects of their own process.
+# Left out: some are made on demand, some are places in a file, some are specific to a process.
 _OF_EVERY_CLASS = frozenset(
     (
         *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slotnames__"),
@@ -245,7 +246,7 @@ _OF_EVERY_CLASS = frozenset(
 
 
 def _source_around(class_: type) -> bytes:
-    """Return the text of the module of a type of Numba: it registers there what the type can do."""
+    """Return the source of a Numba type's module, which registers the type's operations."""
     file = getattr(sys.modules.get(class_.__module__), "__file__", None)
     if file is None:
         return b""
@@ -254,7 +255,7 @@ def _source_around(class_: type) -> bytes:
 
 
 def _object_parts(value: Any, walk: _Walk) -> Iterator[bytes]:
-    """Yield an object, whose text need not say all of it."""
+    """Yield the parts of an object; its repr need not show all of it."""
     class_ = type(value)
     if _is_covered(class_.__module__):
         yield repr(value).encode()
@@ -262,7 +263,7 @@ def _object_parts(value: Any, walk: _Walk) -> Iterator[bytes]:
     slots = {name for it in class_.__mro__ for name in vars(it).get("__slots__", ())}
     attributes = {name: getattr(value, name, None) for name in sorted(slots)}
     attributes |= getattr(value, "__dict__", {})
-    # The text that all objects have says where they are. It tells apart those of C.
+    # The default repr holds an address; it is used only for objects without Python attributes.
     if class_.__repr__ is not object.__repr__ or not attributes:
         yield repr(value).encode()
     yield from _parts((class_, attributes), walk)
@@ -273,7 +274,7 @@ def _is_covered(module: str | None) -> bool:
     """Whether the key covers a module: it is known, or Python's own."""
     if module is None or is_known(module):
         return module is not None
-    # A user's file may have the name of one of Python's.
+    # A user's file may have the name of a standard module.
     file = getattr(sys.modules.get(module), "__file__", None)
     is_pythons = module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
     return is_pythons and (file is None or file.startswith(_STANDARD + os.sep))
@@ -296,7 +297,7 @@ def _code_parts(code: types.CodeType, walk: _Walk) -> Iterator[bytes]:
 def is_known(module: str | None) -> bool:
     """Whether the key covers a module by its package's version or by its source.
 
-    The module is None for a function that was made by ``exec``.
+    The module is None for a function made by ``exec``.
     """
     if module is None:
         return False
@@ -332,7 +333,7 @@ _NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"
 
 @functools.cache
 def _named(code: types.CodeType) -> frozenset[tuple[str, str]]:
-    """Return the operations of a function's code on names, and of those inside, with the names."""
+    """Return (operation, name) for all names in a function's code, and in code inside it."""
     steps = dis.get_instructions(code)
     own = frozenset((step.opname, step.argval) for step in steps if step.opname in _NAMING)
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))

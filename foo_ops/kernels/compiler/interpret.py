@@ -1,8 +1,8 @@
-"""Run the kernels of users as plain Python, where print and debuggers work (FOO_INTERPRET=1).
+"""Run users' kernels as Python, where print and debuggers work (FOO_INTERPRET=1).
 
-A launcher calls such a kernel as it calls a compiled one, through an address: that of a callback.
-What the kernel raises cannot pass through C++. It waits, in the thread of the call, until the
-launcher asks for it. Light: no Numba, no LLVM.
+A launcher calls such a kernel through an address, like a compiled one: the address of a callback. A
+Python exception cannot pass through C++: it is kept, for the thread of the call, until the launcher
+calls `reraise`. Imports neither Numba nor LLVM.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 from foo_ops._switches import switch
 
-# A process does one or the other: launchers keep the addresses of kernels.
+# Fixed for a process, since launchers keep the addresses of kernels.
 INTERPRETS = bool(switch("FOO_INTERPRET"))
 
 _raised = threading.local()
-# As long as the process, as callers keep their addresses.
+# Kept for the life of the process, as callers keep their addresses.
 _callbacks: list[Any] = []
 
 
 def callback(function: Callable[..., None], arguments: int) -> int:
-    """Return the address of a C function that calls one of Python, with addresses and numbers."""
+    """Return the address of a C function that calls a Python function with 64-bit arguments."""
 
     def call(*numbers: int) -> None:
-        # Where one range of a kernel has raised, the others are not run.
+        # After one range of a kernel has raised, the others are not run.
         if _error() is None:
             try:
                 function(*numbers)
@@ -41,7 +41,7 @@ def callback(function: Callable[..., None], arguments: int) -> int:
 
 
 def reraise() -> None:
-    """Raise what a kernel has raised in this thread, once."""
+    """Raise the exception that a kernel has raised in this thread, once."""
     error = _error()
     if error is not None:
         _raised.error = None

@@ -1,6 +1,6 @@
-"""Kernels: what the compiler is given, where that comes from, and the table in which all are found.
+"""Kernels: the compiler's input, its sources, and the table of all kernels.
 
-Light: no Numba, no LLVM.
+Imports neither Numba nor LLVM.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function to compile: Python source that Numba understands and its argument types.
+    """A function to compile: Python source that Numba understands, and its argument types.
 
-    The compiled C function takes these arguments and returns nothing. If it ``vectorizes``, LLVM
-    turns loops over scalars into loops over vectors; kernels on explicit vectors need no such
-    thing.
+    The compiled C function takes these arguments and returns nothing. If ``vectorizes``, LLVM turns
+    loops over scalars into loops over vectors; kernels on explicit vectors do not need it.
     """
 
     function: Callable[..., None]
@@ -27,60 +26,60 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Describes all that the code of a kernel depends on, but for compiler and processor.
+    """Everything that the code of a kernel depends on, except compiler and processor.
 
     Attributes:
-        content: bytes that differ wherever functions, constants or options do; None where these
-            refer to more than can be looked at, and nothing is kept on disk.
-        modules: those of ``foo_ops.kernels`` that make the kernel. They count with their sources
-            and all that they import.
+        content: bytes that differ if functions, constants or options do; None if these refer to too
+            many objects to visit, and the kernel is not kept on disk.
+        modules: the modules of ``foo_ops.kernels`` that make the kernel. Their sources count, with
+            all modules that they import.
     """
 
     content: bytes | None
     modules: frozenset[str]
 
 
-# Stands at the end of the signature of a kernel that checks its accesses, and tells where one was
-# outside; see csrc/launch/kernel_table.h.
+# The end of the signature of a kernel that checks its accesses and records the first one outside:
+# see csrc/launch/kernel_table.h.
 CHECKED = "checked"
 
 
 class KernelError(Exception):
-    """Says in one message why a user's kernel cannot be compiled."""
+    """A user's kernel cannot be compiled; the message has the reason."""
 
 
 class KernelTypeError(KernelError, TypeError):
-    """Says that a kernel gives a tensor an index that it does not take."""
+    """A kernel uses an index that the tensor does not take."""
 
 
 class KernelValueError(KernelError, ValueError):
-    """Says that a text is not one that a kernel can be made of."""
+    """No kernel can be made of a text."""
 
 
-# The beginning of the message.
+# The beginning of the message of a `KernelTypeError`.
 WRONG_INDEX = "wrong index: "
 
 
 class Source(Protocol):
-    """Describes a kernel to the compiler, which asks for more only where nothing is on disk."""
+    """A kernel's source; `build` is called only if the object code is not on disk."""
 
     @property
     def title(self) -> str:
-        """The beginning of the names of its files."""
+        """The beginning of the kernel's file names in the cache."""
 
     def fingerprint(self, signature: str) -> Fingerprint:
-        """Return what differs wherever the code does."""
+        """Return a fingerprint that differs if the code does."""
 
     def build(self, signature: str) -> Kernel: ...
 
     def interpret(self, signature: str) -> Kernel | None:
-        """Return the kernel as plain Python (interpret.py), or None where it is compiled always."""
+        """Return the kernel as Python (interpret.py), or None if it is always compiled."""
 
     def settle(self) -> None:
-        """Hold on to what the code depends on, since there is a kernel that was made of it."""
+        """Fix the values that the code depends on, since a kernel has been made from them."""
 
     def explain(self, signature: str, error: Exception) -> KernelError | None:
-        """Return what is raised in place of the compiler's error, or None to raise that one."""
+        """Return the error to raise in place of the compiler's, or None to raise that in full."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Maker:
         return kernel
 
     def fingerprint(self, *options: Any) -> Fingerprint:
-        """Describe a kernel that is made with these options, and with the signature."""
+        """Return the fingerprint of a kernel made with these options."""
         return Fingerprint(repr((self, options)).encode(), frozenset((self.module,)))
 
 
@@ -119,19 +118,19 @@ class OwnKernel(Source):
         return self.maker(signature, **self.options)
 
     def interpret(self, signature: str) -> None:
-        """The package's own kernels are made of vectors and tiles in registers."""
+        """Return None: the package's own kernels use vectors and register tiles."""
 
     def settle(self) -> None:
-        """The package's own constants do not change."""
+        """Do nothing: the package's own constants do not change."""
 
     def explain(self, signature: str, error: Exception) -> None:
-        """The package's own kernels compile; whoever writes one wants to see all of it."""
+        """Return None: an author of the package's kernels needs the whole error."""
 
 
 class KernelTable(dict[str, Source]):
-    """Kernels by the name that launchers ask for. Threads may add to it while others read.
+    """Kernels by the name that launchers use. Threads may add to it while others read.
 
-    A name may also be that of a family and, after a space, the text that its kernel is made of.
+    A name may also be a family's name, a space, and the text that the kernel is made of.
     """
 
     def __init__(self) -> None:
@@ -145,7 +144,7 @@ class KernelTable(dict[str, Source]):
 
 @dataclasses.dataclass(frozen=True)
 class TextKernel(Source):
-    """A kernel that is made of a text, which is all that its code depends on."""
+    """A kernel made of a text; its code depends on nothing else."""
 
     family: str
     text: str
@@ -163,13 +162,13 @@ class TextKernel(Source):
         return self.maker(signature, self.text, **self.options)
 
     def interpret(self, signature: str) -> None:
-        """It is made of vectors."""
+        """Return None: the kernel uses vectors."""
 
     def settle(self) -> None:
-        """Texts do not change."""
+        """Do nothing: texts do not change."""
 
     def explain(self, signature: str, error: Exception) -> KernelError | None:
-        """Tell what is wrong with the text; of other errors who writes one wants to see all."""
+        """Return the error of an invalid text; None for others, to raise them in full."""
         if not isinstance(error, ValueError):
             return None
         return KernelValueError(f"{self.family}: {error}")
@@ -179,5 +178,5 @@ KERNELS = KernelTable()
 
 
 def size_name(position: int) -> str:
-    """Return what the function of a tile kernel is called that gives a size of scratch memory."""
+    """Return the name of a tile kernel's function that returns a size of scratch memory."""
     return f"size {position}"

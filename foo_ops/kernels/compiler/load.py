@@ -1,14 +1,13 @@
-"""Load the object code of a kernel from disk, or have it compiled and keep it there.
+"""Load the object code of a kernel from disk, or compile it and keep it there.
 
 A kernel is compiled at its first use for a signature, which is mostly one dtype (see
 foo_ops/csrc/launch/kernel_table.h), and stored as ``<kernel>-<signature>-<hash>.o`` in the folder
-``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
-versions of NumPy, Numba and LLVM, and the processor with its features and the width of its vectors.
-Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
+``cache_directory()``. The hash covers the sources of the kernel and of the modules it imports, the
+versions of NumPy, Numba and LLVM, and the processor with its features and vector width. Loading a
+stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
 
-Numba's own cache does not serve here: a function made inside a factory misses it in the next
-process. What is stored is plain object code that refers to nothing but libc and libm, so that
-there is no address of another process in it.
+Numba's own cache cannot be used: a function made inside a factory misses it in the next process.
+The stored object code refers only to libc and libm, so that it has no address of another process.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ with without_garbage_collection():
 logger = logging.getLogger("foo_ops")
 
 _INSTALLED_NUMBA = importlib.metadata.version("numba")
-# This process runs these, whatever is on disk by now. NumPy computes constants.
+# The versions that this process runs; those on disk may have changed. NumPy computes constants.
 _NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)
 _NUMPY = numpy.__version__
-# The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
+# The engine and its libraries keep the code alive: for ever, as callers keep addresses.
 _libraries: list[Any] = []
 
 
@@ -93,7 +92,7 @@ def _warn_of_upgrade() -> None:
 
 
 def _key(source: Source, signature: str) -> str | None:
-    """Hash all that the object code depends on; None where that has no end."""
+    """Hash everything that the object code depends on; None if that is too much to visit."""
     fingerprint = source.fingerprint(signature)
     if fingerprint.content is None:
         return None
@@ -108,7 +107,7 @@ def _key(source: Source, signature: str) -> str | None:
         str(vector_bits()),
         str(use_pairs()),
         str(use_matrix_unit()),
-        # This also asks for the unit that a stored kernel may use.
+        # This call also requests the unit from Linux, for a stored kernel that uses it.
         str(has_matrix_unit()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
@@ -118,12 +117,12 @@ def _key(source: Source, signature: str) -> str | None:
 
 
 def link(code: bytes, name: str) -> int:
-    """Link object code into this process, where it stays; returns the address of its function."""
+    """Link object code into this process for ever; return the address of its function."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     if not _libraries:
-        # The other linker maps the sections of an object one by one, wherever there is room: in a
-        # process with much memory further apart than an instruction reaches.
+        # The other linker maps the sections of an object one by one: in a process with much memory,
+        # they may be further apart than an instruction reaches.
         _libraries.append(llvm.create_lljit_compiler(use_jit_link=True))
     builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
     library = builder.export_symbol(emit.ENTRY).link(_libraries[0], name)

@@ -1,6 +1,6 @@
-"""The functions of ``math`` as kernels have them, for plain Python and for constants.
+"""The functions of ``math`` as in kernels, for interpreted kernels and for constants.
 
-They return the type of their arguments, and infinity or NaN where those of Python raise.
+They return the type of their arguments, and infinity or NaN where Python's functions raise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def are_constants(*numbers: Any) -> bool:
-    """Whether these are Python's own numbers, which adapt to the dtype of what they meet."""
+    """Whether these are Python's own numbers, which adapt to the dtype of other operands."""
     return all(isinstance(n, (int, float)) and not isinstance(n, np.generic) for n in numbers)
 
 
@@ -24,7 +24,7 @@ _AT_POLES: dict[Callable[..., Any], Callable[..., float]] = {
 
 
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of ``math`` return the type of its arguments, float64 for integers."""
+    """Wrap a function of ``math`` to return the type of its arguments, float64 for integers."""
 
     def call(*numbers: Any) -> Any:
         kinds = [np.asarray(number).dtype for number in numbers]
@@ -41,7 +41,7 @@ def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a function that rounds return the type of its argument."""
+    """Wrap a rounding function to return the type of its argument."""
 
     def call(number: Any) -> Any:
         if np.asarray(number).dtype.kind != "f":
@@ -51,7 +51,7 @@ def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-# NumPy's functions give infinity and NaN where those of math raise.
+# NumPy's functions return infinity and NaN where those of math raise.
 _NUMPYS = {"acos": "arccos", "asin": "arcsin", "atan": "arctan", "pow": "power"}
 _NUMPYS |= {"acosh": "arccosh", "asinh": "arcsinh", "atanh": "arctanh", "atan2": "arctan2"}
 _FUNCTIONS = (
@@ -59,7 +59,7 @@ _FUNCTIONS = (
     *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
     *("tanh", *_NUMPYS),
 )
-# Python 3.10 has neither.
+# Python 3.10 lacks cbrt and exp2.
 _FUNCTIONS += tuple(name for name in ("cbrt", "exp2") if hasattr(math, name))
 MATH = {
     name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))

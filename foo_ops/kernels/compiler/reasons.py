@@ -1,7 +1,7 @@
-"""Explain errors of the compiler in words of kernels, and find the function to blame.
+"""Reword the compiler's errors for authors of kernels, and find the function to blame.
 
-Numba describes errors by its own types. For a function that it does not know it often gives the
-line where the kernel begins, so the function is looked for in the kernel. Light: no Numba, no LLVM.
+Numba describes errors by its own types. For an unknown function, it often gives the line where the
+kernel begins, so the function is looked up in the kernel. Imports neither Numba nor LLVM.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from foo_ops.kernels.compiler.advice import (
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A function that a kernel names, and where.
+    """A function that a kernel names, and the place.
 
     Attributes:
-        words: as the kernel has it, such as ``torch.exp``.
-        name: of the function itself.
-        is_known: kernels have it, for numbers or tuples of them.
+        words: the name as written in the kernel, such as ``torch.exp``.
+        name: the function's own name.
+        is_known: kernels support the function, for numbers or tuples of them.
     """
 
     words: str
@@ -60,7 +60,7 @@ _KNOWN = {
 
 
 def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named]:
-    """Yield the functions of Python, NumPy and torch in these, and in all that they call."""
+    """Yield the functions of Python, NumPy and torch that functions and their callees name."""
     seen: set[int] = set()
     waiting: list[Any] = list(functions)
     while waiting:
@@ -78,7 +78,7 @@ def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
-    """Return the values of a function's free variables; a cell may be empty."""
+    """Return the values of a function's free variables, except empty cells."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or ())
     return {name: value for name, cell in cells for value in _contents(cell)}
 
@@ -91,7 +91,7 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def _named_in(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[Named, Any]]:
-    """Yield the values that code names, and attributes of modules, those of inner code too."""
+    """Yield the values, and attributes of modules, that code and its inner code name."""
     line, words, value = code.co_firstlineno, "", None
     for step in dis.get_instructions(code):
         line = getattr(step, "line_number", step.starts_line) or line
@@ -118,7 +118,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
 
 
 def _package_of(value: Any) -> str:
-    """Return the package that a function comes from; it is empty for what is not called."""
+    """Return the package that a function comes from; an empty string if it is not callable."""
     if not callable(value):
         return ""
     if isinstance(value, types.FunctionType) and value.__module__ in (None, "builtins"):
@@ -182,7 +182,7 @@ _UNPACKED = re.compile(r"failed to unpack (\w+)\(")
 _CAST = re.compile(r"Cannot cast (\w+)\(.*\) to (\w+)")
 _UNIFIED = re.compile(r"Cannot unify (.*) and (.*) for '([^']*)'")
 _TAKEN = re.compile(r"(\w+|\*\*) takes .*, got (\w+)\(")
-# Reasons that say nothing of the function that is to blame.
+# Reasons that do not name the function to blame.
 _OBSCURE = re.compile(
     r"a kernel must not (?:allocate|raise)|Implementation function returned|Unsupported constraint"
 )
@@ -194,9 +194,9 @@ _OPCODES = {
 
 
 def is_blamed(named: Named, reason: str) -> bool | None:
-    """Whether a reason is about a function; None where it is about no function, or does not tell.
+    """Whether a reason is about a function; None if it names no function.
 
-    A reason that does not tell is about each that kernels never have.
+    A reason without a name is about every function that kernels never have.
     """
     if reason == _YIELDS:
         return True if named.name in REDUCTIONS else None
@@ -212,7 +212,7 @@ def is_blamed(named: Named, reason: str) -> bool | None:
 
 
 def reworded(reason: str, *, sees_rows: bool) -> str:
-    """Return the compiler's reason in words of kernels, with what to write instead."""
+    """Return the compiler's reason, reworded, with advice on what to write instead."""
     if reason == "a kernel must not allocate" or reason.startswith("Unsupported constraint"):
         return "a kernel must not allocate" + f": it has {SCRATCH}" * sees_rows
     if reason == _YIELDS:
@@ -266,7 +266,7 @@ _SIZES = {"Row": "x.shape[-1]", "Matrix": "x.shape[-1]"}
 
 
 def _elements(kind: str) -> str:
-    """Say how a kernel computes with the elements of what it cannot compute with as a whole."""
+    """Return advice on computing with the elements of a value that has no arithmetic."""
     if kind == "Extents":
         return "x.shape[d] and x.strides[d] are numbers"
     element = {"Row": "row[i]", "Matrix": "x[r, i]"}.get(kind, "x.flat[i]")

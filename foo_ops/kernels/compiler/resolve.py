@@ -1,9 +1,9 @@
-"""Find the address of a kernel. The compiler runs in a thread of its own. Light: no Numba, no LLVM.
+"""Find the address of a kernel. The compiler runs in a separate thread.
 
-Python runs the handlers of signals in the main thread, between any two steps of what it does. While
-that only waits for another thread, an exception of a handler, such as KeyboardInterrupt, leaves
-nothing half done, and the handler itself may need a kernel. The compiler goes on, and the next call
-finds what it has made.
+Python runs signal handlers in the main thread, between any two of its steps. While the main thread
+only waits for the compiler's, an exception of a handler, such as KeyboardInterrupt, leaves nothing
+half done, and the handler itself may use a kernel. The compiler goes on, and the next call finds
+its result. Imports neither Numba nor LLVM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _addresses: dict[tuple[str, str], int] = {}
 def resolve(kernel: str, signature: str) -> int:
     """Return the address of the C function for ``kernel``, compiled or loaded at the first call.
 
-    Thread-safe, and may be called by handlers of signals. Raises `KernelError` where the kernel
-    cannot be compiled.
+    Thread-safe, and may be called by signal handlers. Raises `KernelError` if the kernel cannot be
+    compiled.
     """
     address = _addresses.get((kernel, signature))
     if address is not None:
@@ -35,7 +35,7 @@ def resolve(kernel: str, signature: str) -> int:
 
 
 def _find_in_a_thread(kernel: str, signature: str) -> int:
-    # Unlike other queues and locks, it may be used by a signal's handler while it is in use.
+    # A SimpleQueue is reentrant: a signal handler may use it while it is in use.
     results: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
 
     def find() -> None:
@@ -48,7 +48,7 @@ def _find_in_a_thread(kernel: str, signature: str) -> int:
     try:
         thread.start()
     except RuntimeError:
-        # There are too many threads, or the interpreter is about to end.
+        # There are too many threads, or the interpreter is shutting down.
         return _find(kernel, signature)
     address, error = results.get()
     if error is None:
@@ -56,7 +56,7 @@ def _find_in_a_thread(kernel: str, signature: str) -> int:
     try:
         raise error
     finally:
-        # Its traceback refers to this frame.
+        # The error's traceback refers to this frame: break the cycle.
         del error
 
 
@@ -97,13 +97,13 @@ def _told_in_full(kernel: str, signature: str, error: Exception) -> KernelError:
 
 
 def _must_stay_in_this_thread() -> bool:
-    """Whether another thread would wait for this one, which would wait for it."""
-    # Code that runs while a kernel is compiled, as in a user's intrinsic, may need another one.
+    """Whether compiling in another thread would deadlock with this one."""
+    # Code that runs during compilation, as in a user's intrinsic, may need another kernel.
     return any(lock._is_owned() for lock in compiler_locks()) or _is_importing()
 
 
 def _is_importing() -> bool:
-    """Whether this thread is in the middle of an import: the compiler might import the same."""
+    """Whether this thread is importing a module, which the compiler might need too."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

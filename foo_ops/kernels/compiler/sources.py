@@ -1,4 +1,4 @@
-"""Hash the sources of kernels, and notice when they change on disk. Light: no Numba, no LLVM."""
+"""Hash the sources of kernels, and notice when they change on disk."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from foo_ops import __version__
 
 # ----------------------------------------------------------------------------------------- upgrades
 
-# Notice when the sources of kernels on disk are no longer those that this process imported.
+# Notices when the sources of kernels on disk are no longer those that this process imported.
 #
 # Modules are imported when they are needed, and the package may be upgraded meanwhile. A kernel
-# that is compiled then comes from some of the old sources and some of the new ones.
+# compiled then would come partly from old and partly from new sources.
 
 
 PACKAGE = "foo_ops.kernels"
-# That of all kernels: the compiler is among them.
+# The folder of all kernels, including the compiler.
 _FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 
 class UpgradeError(Exception):
-    """Says that a source has changed since it was imported, or could have been."""
+    """A source has changed since it was imported, or may have."""
 
 
 def _names() -> list[str]:
@@ -41,9 +41,9 @@ def _is_source(name: str) -> bool:
 
 
 def _state() -> dict[str, tuple[int, int, int]]:
-    """Return what changes with each file; to read them takes ten times as long.
+    """Return a stamp of each file; reading the files would take ten times as long.
 
-    It is empty where there are no files, as in a program that was packed into one.
+    The result is empty if there are no files, as in a program that was packed into one file.
     """
     try:
         return {name: _stamp(os.stat(os.path.join(_FOLDER, name))) for name in _names()}
@@ -55,12 +55,12 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-# The first module of the package to be imported takes note of all of them.
+# Recorded for all modules when the first one of the package is imported.
 _AT_IMPORT = _state()
 
 
 def is_upgraded() -> bool:
-    """Whether a file has changed, or has come or gone, since foo_ops was imported."""
+    """Whether a file was changed, added or removed since foo_ops was imported."""
     return _state() != _AT_IMPORT
 
 
@@ -71,13 +71,11 @@ def _module_of(name: str) -> str:
 
 _FILES = {_module_of(name): name for name in _AT_IMPORT if name != "__init__.py"}
 MODULES = frozenset(_FILES)
-"""The modules of kernels, but for the package itself, which makes the table of their names."""
+"""The modules of kernels, except the package itself, which only imports the table of kernels."""
 
 
 def source(module: str) -> bytes:
-    """Return the source of a module as it was imported; raises an UpgradeError if it has changed
-    since.
-    """
+    """Return the source of a module as it was imported; raise an UpgradeError if it has changed."""
     name = _FILES[module]
     try:
         with open(os.path.join(_FOLDER, name), "rb") as file:
@@ -91,27 +89,27 @@ def source(module: str) -> bytes:
 
 # --------------------------------------------------------------------------------------------- keys
 
-# Hash the sources of kernels: a module with all that it imports, and what compiles it.
+# Hashes the sources of kernels: a module with all modules that it imports, and the compiler.
 #
 # When a kernel is compiled, its module, and those that it imports, run as Python: they make
-# functions, emit LLVM's language, and register types and operators. What comes of that, no walk
-# through functions tells. So these modules count whole, and others, which do not run, do not count.
-# Needs neither Numba nor the modules themselves: it reads their texts.
+# functions, emit LLVM IR, and register types and operators. Walking through functions would not
+# find all of this. So the whole text of these modules counts, and modules that do not run do not.
+# Only the texts are read: neither Numba nor the modules are imported.
 
 
-# All kernels go through it.
+# The module that compiles all kernels.
 _COMPILER = f"{PACKAGE}.compiler.emit"
-# A module's name, and the names that are imported from it, or a point: then a module of that
-# package is imported by a name that is made at run time, of a text that stands there, too.
+# A module's name, followed by the names imported from it, or by a dot: then a module of that
+# package is imported by a name made at run time from a string, which is in the same text.
 _MENTION = re.compile(rf"{re.escape(PACKAGE)}((?:\.\w+)*)(?: import (\([^)]*\)|.*)|(\.))?")
 _WORD, _TEXT = re.compile(r"\w+"), re.compile(r"[\"'](\w+)[\"']")
 
 
 @functools.cache
 def digest(modules: frozenset[str]) -> bytes:
-    """Hash the sources of modules, of all that they import, and of the compiler.
+    """Hash the sources of modules, of all modules that they import, and of the compiler.
 
-    Raises an UpgradeError where one of them is no longer what this process imported.
+    Raises an UpgradeError if one of them has changed since this process imported it.
     """
     # A program that was packed into one file has no sources.
     content = hashlib.sha256(b"" if MODULES else __version__.encode())
@@ -121,7 +119,7 @@ def digest(modules: frozenset[str]) -> bytes:
 
 
 def closure(modules: Iterable[str]) -> set[str]:
-    """Return modules and the compiler, with all that they import, wherever they do so."""
+    """Return modules and the compiler, with everything they import, also inside functions."""
     waiting, found = [*modules, _COMPILER], set()
     while waiting:
         name = waiting.pop()
@@ -137,12 +135,12 @@ def _read(module: str) -> tuple[bytes, frozenset[str]]:
     content = source(module)
     text = content.decode()
     mentioned = {name for match in _MENTION.finditer(text) for name in _named(match, text)}
-    # A module's packages are imported before it is.
+    # A module's packages are imported before the module.
     return hashlib.sha256(content).digest(), frozenset({*mentioned, *_packages(module)})
 
 
 def _named(match: re.Match[str], text: str) -> Iterator[str]:
-    """Yield the modules that a mention may mean: more rather than too few."""
+    """Yield the modules that a mention may refer to: rather too many than too few."""
     name = PACKAGE + match[1]
     yield from (name, *_packages(name))
     words = _TEXT.findall(text) if match[3] else _WORD.findall(match[2] or "")
@@ -150,6 +148,6 @@ def _named(match: re.Match[str], text: str) -> Iterator[str]:
 
 
 def _packages(name: str) -> Iterator[str]:
-    """Yield the names of the packages above a name."""
+    """Yield the names of the packages that contain a name."""
     while name := name.rpartition(".")[0]:
         yield name

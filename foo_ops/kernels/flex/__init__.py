@@ -1,1 +1,1 @@
-"""Programs: what users compute for one score of flex attention, as text and as machine code."""
+"""Programs: users' functions of one score of flex attention, as text and as machine code."""

@@ -1,9 +1,8 @@
 """Captured tensors of a program: find their elements, read them, and add to their gradients.
 
-An index that is below zero counts from the end. One that is outside all the same reads the element
-0, and a launcher is told which tensor it was: see `Captured.outside`. Where one index goes up or
-down by one from lane to lane and the others are the same in all lanes, the elements are adjacent,
-and read at once.
+A negative index counts from the end. An index outside reads element 0, and reports its tensor to
+the launcher: see `Captured.outside`. If one index goes up or down by one from lane to lane, and the
+others are the same in all lanes, the elements may be adjacent: then one load reads them all.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from foo_ops.kernels.simd.types import (
     widen,
 )
 
-# What a launcher tells of a captured tensor, each as 8 bytes: where its elements are, and where its
-# gradient; how far apart the gradient's sums are for the rows of the batch, the key heads and the
-# chunks of a backward pass; then sizes, strides, and those of the gradient.
+# A launcher's description of a captured tensor, in words of 8 bytes: the pointers of its elements
+# and of its gradient; the strides of the gradient's sums for batch, key head and chunk of a
+# backward pass; then sizes, strides, and strides of the gradient.
 MOST_DIMENSIONS = 5
 DATA, GRADIENT, OF_BATCH, OF_HEAD, OF_CHUNK, SIZES = range(6)
 STRIDES, GRADIENT_STRIDES = SIZES + MOST_DIMENSIONS, SIZES + 2 * MOST_DIMENSIONS
@@ -39,9 +38,9 @@ WORDS = SIZES + 3 * MOST_DIMENSIONS
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """An index: an int64, or one for each lane, and by how much it grows from lane to lane.
+    """An index: an int64, or one for each lane, and its step from lane to lane.
 
-    The step is None where that is not known.
+    The step is None if it is not known.
     """
 
     value: ir.Value
@@ -54,7 +53,7 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """The lanes of a vector: ``valid`` says which of them hold a query, ``count`` how many."""
+    """The lanes of a vector: ``valid`` masks the lanes that hold a query, ``count`` counts them."""
 
     number: int
     valid: ir.Value
@@ -63,7 +62,7 @@ class Lanes:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where gradients are summed: rows of the batch, key heads and chunks may have their own."""
+    """The sums of a gradient to add to: batch, key head and chunk may have separate sums."""
 
     batch: ir.Value
     key_head: ir.Value
@@ -71,7 +70,7 @@ class Place:
 
 
 class Captured:
-    """Emits reads of a captured tensor, of which `words` tell, and sums of its gradient."""
+    """Emits reads of a captured tensor, which `words` describe, and sums of its gradient."""
 
     def __init__(
         self, builder: ir.IRBuilder, number: int, words: ir.Value, outside: ir.Value
@@ -83,7 +82,7 @@ class Captured:
         return self.builder.load(self.builder.gep(self.words, [INT64(position)]))
 
     def read(self, dtype: str, indices: Sequence[Index], lanes: Lanes | None) -> ir.Value:
-        """Read an element, or one for each lane where an index is a vector."""
+        """Read an element, or one for each lane if an index is a vector."""
         builder, element = self.builder, ELEMENTS[dtype].storage
         base = builder.inttoptr(self._word(DATA), element.as_pointer())
         if lanes is None or not any(index.is_vector for index in indices):
@@ -115,7 +114,7 @@ class Captured:
         lanes: Lanes | None,
         place: Place,
     ) -> None:
-        """Add a vector, or for the same element in all lanes a number, to the gradient.
+        """Add a vector to the gradient, or a scalar if all lanes have the same element.
 
         Lanes without a query must be zero.
         """
@@ -150,7 +149,7 @@ class Captured:
         self.builder.store(self.builder.fadd(self.builder.load(address), value), address)
 
     def _offset(self, indices: Sequence[Index], strides: int, lanes: Lanes | None) -> ir.Value:
-        """Return how many elements from the first one an element is, or each lane's."""
+        """Return an element's offset from the first one, or each lane's."""
         builder = self.builder
         count = None if lanes is None else lanes.number
         offset = INT64(0) if count is None else constant_of(ir.VectorType(INT64, count), 0)
@@ -193,7 +192,7 @@ class Captured:
         adjacent: Callable[[ir.Value], Any],
         each: Callable[[], Any],
     ) -> Any:
-        """Emit both ways where elements may be adjacent, which a launch decides."""
+        """Emit both ways if elements may be adjacent, and a test of strides at run time."""
         axis = _moving_axis(indices)
         if axis is None:
             return each()
@@ -208,7 +207,7 @@ class Captured:
         is_adjacent = builder.icmp_unsigned("==", self._word(strides + axis), INT64(1))
         with builder.if_else(builder.and_(inside, is_adjacent)) as (then, otherwise):
             with then:
-                # Of a falling index the vector ends with the first lane's element.
+                # With a falling index, the first lane's element is the last of the vector.
                 start = first if step == 1 else builder.sub(first, INT64(lanes.number - 1))
                 others = [*indices[:axis], Index(INT64(0), 0), *indices[axis + 1 :]]
                 offset = builder.add(self._offset(others, strides, None), start)
@@ -223,7 +222,7 @@ class Captured:
         return phi
 
     def _turned(self, indices: Sequence[Index], vector: ir.Value) -> ir.Value:
-        """Turn the lanes round where the index falls from lane to lane."""
+        """Reverse the lanes if the index falls from lane to lane."""
         axis = _moving_axis(indices)
         assert axis is not None
         if indices[axis].step == 1:
@@ -232,14 +231,14 @@ class Captured:
 
 
 def _moving_axis(indices: Sequence[Index]) -> int | None:
-    """Return the axis whose index alone moves, by one element, from lane to lane."""
+    """Return the only axis whose index changes from lane to lane, if by one element."""
     moving = [axis for axis, index in enumerate(indices) if index.is_vector]
     is_one = len(moving) == 1 and indices[moving[0]].step in (1, -1)
     return moving[0] if is_one else None
 
 
 def _as_value(builder: ir.IRBuilder, dtype: str, stored: ir.Value) -> ir.Value:
-    """Return what was loaded as operations take it."""
+    """Convert a loaded element to the form that operations take."""
     if dtype == "bool":
         return builder.icmp_unsigned("!=", stored, constant_of(stored.type, 0))
     return widen(builder, dtype, stored)

@@ -1,4 +1,4 @@
-"""Emit a program on the vectors of a score tile, and call it from the kernels of attention."""
+"""Emit a program on the vectors of a score tile, and call it from the attention kernels."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ from foo_ops.kernels.simd.types import (
 
 # ----------------------------------------------------------------------------------------- programs
 
-# Emit a program on the vectors of a score tile, which hold several queries for one key.
+# Emits a program on the vectors of a score tile, which hold several queries for one key.
 #
-# A value is a scalar where it does not depend on the query, and a vector otherwise. What depends on
-# neither query nor key is computed once for a tile, and what depends on one of them once for a
-# vector of queries or a key, however the loop over the scores would repeat it:
+# A value is a vector if it depends on the query, and a scalar otherwise. Values are hoisted out of
+# the loop over the scores: those that depend on neither query nor key are computed once for a tile,
+# those that depend on one of them once for a vector of queries or a key:
 #
 #     values of the head
 #     for each vector of queries:
 #         values of the query
 #         for each key:
 #             values of the key, values of both; the score
-#         gradients of what belongs to the query
-#     gradients of what belongs to the head
+#         gradients of elements that depend on the query
+#     gradients of elements that depend on the head only
 
 
-# What a launcher gives to all calls, each as 8 bytes: the factor of products, which makes scores of
-# them, the numbers and the integers, what tells of the captured tensors, and where to write the
-# number of one, from 1 on, that was indexed outside.
+# Arguments of all calls from a launcher, in words of 8 bytes: the factor that turns products into
+# scores, the numbers, the integers, the descriptions of captured tensors, and the address to which
+# to write the number, from 1 on, of a tensor that was indexed outside.
 SCALE, NUMBERS, INTEGERS, CAPTURED, OUTSIDE = range(5)
 
-# What a call is for: so many queries and keys of a tile, and which ones these are; and where
-# gradients of captured tensors are summed.
+# The place of a call: the numbers of queries and keys of a tile and their positions, and the sums
+# of the captured tensors' gradients.
 PLACES = (
     *("queries", "keys", "first_query", "first_key"),
     *("batch", "head", "key_head", "chunk"),
 )
 
-# What a value depends on, as bits.
+# Dependencies of a value, as bits.
 OF_HEAD, OF_KEY, OF_QUERY, OF_BOTH = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class TilePrograms:
-    """What becomes of a tile's scores.
+    """The programs that are applied to a tile's scores.
 
     Attributes:
         dtype: the compute type of the tile.
-        tile_stride: elements from a key to the next.
-        score_mod: makes a score of the product of query and key, or None.
-        mask_mod: says whether the query sees the key, or None.
-        backward: makes the gradient of the score before ``score_mod`` of that behind it, or None.
-        lowest: no finite score becomes lower, and none higher than its negative.
-        counts: no scores are looked at; ``gradients`` becomes the number of those, as an int64,
-            that ``mask_mod`` lets through.
+        tile_stride: the stride of a key, in elements.
+        score_mod: turns the product of query and key into a score, or None.
+        mask_mod: returns whether the query sees the key, or None.
+        backward: turns the gradient of the modified score into that of the product, or None.
+        lowest: finite scores are limited to this and to its negative.
+        counts: read no scores; write to ``gradients`` the number of scores, as an int64, that
+            ``mask_mod`` lets through.
     """
 
     dtype: str
@@ -89,10 +89,10 @@ def emit_tile_programs(
     """Emit the loops over a tile.
 
     Args:
-        builder: where to.
-        programs: what to emit: ``score_mod`` and ``mask_mod``, or ``backward`` alone.
-        pointers: ``arguments``, the launcher's; the tile's ``scores``, which are products; the tile
-            ``gradients``, for ``backward``; and a number for each of `PLACES`.
+        builder: the builder to emit to.
+        programs: the programs to emit: ``score_mod`` and ``mask_mod``, or ``backward`` alone.
+        pointers: ``arguments``, from the launcher; the tile ``scores``, which holds products; the
+            tile ``gradients``, for ``backward``; and a number for each of `PLACES`.
     """
     _TileEmitter(builder, programs, pointers).emit()
 
@@ -111,7 +111,7 @@ class _TileEmitter:
             "batch": builder.trunc(self.places["batch"], INT32),
             "head": builder.trunc(self.places["head"], INT32),
         }
-        # Of scores that are seen, in each lane.
+        # The type of the visible scores' count, in each lane.
         self.counted = ir.VectorType(INT32, self.lanes)
         given = (programs.score_mod, programs.mask_mod, programs.backward)
         self.values = [_Values(self, program) for program in given if program is not None]
@@ -197,7 +197,7 @@ class _TileEmitter:
         return values.vector(program.output, self.programs.dtype)
 
     def _limited(self, score: ir.Value) -> ir.Value:
-        """Keep finite scores finite, also in units of log 2; infinities and NaN stay."""
+        """Keep finite scores finite in units of log 2 too; infinities and NaN are kept."""
         builder = self.builder
         for relation, sign in ((">", 1.0), ("<", -1.0)):
             infinite = constant_of(self.vector, -sign * math.inf)
@@ -234,7 +234,7 @@ class _TileEmitter:
         return [sum_ for sum_ in sums if sum_.level == level]
 
     def _begin_sums(self, level: int) -> None:
-        """Give each gradient whose element is the same for all keys a sum over them."""
+        """Allocate a sum over keys for each gradient whose element is the same for all keys."""
         for sum_ in self._sums_at(level):
             sum_.total = cgutils.alloca_once(self.builder, self.vector)
             self.builder.store(constant_of(self.vector, 0.0), sum_.total)
@@ -252,7 +252,7 @@ class _TileEmitter:
                 builder.store(builder.fadd(builder.load(sum_.total), value), sum_.total)
 
     def _reduced(self, vector: ir.Value) -> ir.Value:
-        """Sum the lanes, in one order on every processor."""
+        """Sum the lanes, in the same order on every processor."""
         count = self.lanes
         while count > 1:
             count //= 2
@@ -266,7 +266,7 @@ class _TileEmitter:
 
 
 class _Values:
-    """The values of a program's nodes, as far as they have been emitted."""
+    """The values of a program's nodes that have been emitted so far."""
 
     def __init__(self, tile: _TileEmitter, program: Program) -> None:
         self.tile, self.builder, self.program = tile, tile.builder, program
@@ -289,7 +289,7 @@ class _Values:
         return level
 
     def _step_of(self, node: Node) -> int | None:
-        """Return by how much an integer grows from lane to lane, where it is known."""
+        """Return the step of an integer from lane to lane, or None if it is not known."""
         if not self.levels[len(self.steps)] & OF_QUERY:
             return 0
         if node.operation == "input":
@@ -337,7 +337,7 @@ class _Values:
         return self.program.nodes[number].dtype, value
 
     def vector(self, number: int, dtype: str) -> ir.Value:
-        """Return a value in all lanes, as another dtype."""
+        """Return a value as a vector of ``dtype``."""
         own, value = self._operand(number, OF_BOTH)
         return emit_cast(self.builder, own, value, dtype)
 
@@ -347,11 +347,11 @@ class _Values:
 
 
 class _Sum:
-    """What a program adds to the gradient of a captured tensor."""
+    """A sum that a program adds to the gradient of a captured tensor."""
 
     def __init__(self, values: _Values, gradient: Gradient) -> None:
         self.values, self.gradient = values, gradient
-        # Of the lanes, where the element is the same for all keys.
+        # The sum of each lane, if the element is the same for all keys.
         self.total: Any = None
         self.level = OF_HEAD
         for index in gradient.indices:
@@ -367,18 +367,18 @@ class _Sum:
 
 # -------------------------------------------------------------------------------- calls of programs
 
-# Run programs on score tiles in a kernel, and call such a kernel by its address.
+# Runs programs on score tiles in a kernel, and calls such a kernel by its address.
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
-    """The launcher's arguments, a tile of scores and one of gradients, and a call's place."""
+    """Types of the launcher's arguments, the tiles of scores and gradients, and a call's place."""
     return (
         Pointer("int64"), Pointer(dtype), Pointer(dtype), *(types.int64 for _ in PLACES)
     )  # fmt: skip
 
 
 def make_program_runner(programs: TilePrograms) -> Callable:
-    """Make ``run(arguments, scores, gradients, *places)``, which holds the code of programs."""
+    """Make ``run(arguments, scores, gradients, *places)``: the code of the programs."""
     names = ("arguments", "scores", "gradients", *PLACES)
 
     @intrinsic

@@ -1,7 +1,7 @@
-"""Emit the operations of a program, on scalars and vectors alike: see
-foo_ops/kernels/flex/program.py for what they mean.
+"""Emit the operations of a program, on scalars and vectors alike.
 
-A value is known by its torch dtype and LLVM's value. Numbers of 16 bits are float32 here.
+See foo_ops/kernels/flex/program.py for their meaning. A value is a torch dtype and an LLVM value.
+16-bit floats are float32 here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def is_float(dtype: str) -> bool:
 
 
 def emit_cast(builder: ir.IRBuilder, source: str, value: ir.Value, target: str) -> ir.Value:
-    """Convert a value as torch does; what does not fit into an integer becomes the nearest."""
+    """Convert a value like torch; numbers that do not fit an integer become the nearest one."""
     type_ = shaped(ELEMENT_TYPES[target], value.type)
     if type_ == value.type and (source == "bool") == (target == "bool"):
         return value
@@ -158,7 +158,7 @@ def _differ_in_sign(remainder: Number, divisor: Number) -> Mask:
 
 
 def _remainder(x: Number, y: Number) -> Number:
-    """Compute what torch.remainder does, which unlike Python leaves a zero the sign of x."""
+    """Compute torch.remainder; unlike in Python, a zero keeps the sign of x."""
     rest = x.made(_call(division.fmod, x.builder, x.value, y.value))
     return _differ_in_sign(rest, y).choose(rest + y, rest)
 
@@ -230,7 +230,7 @@ class _Integers:
         return self.builder.and_(count, constant_of(count.type, bits_of(count.type) - 1))
 
     def _shifted(self, value: ir.Value, count: ir.Value, beyond: ir.Value) -> ir.Value:
-        """A processor takes the count modulo the bits."""
+        """Return ``beyond`` for counts of all bits and more, which processors take modulo."""
         bits = constant_of(count.type, bits_of(count.type))
         return self.builder.select(self.builder.icmp_unsigned("<", count, bits), value, beyond)
 
@@ -252,7 +252,7 @@ class _Integers:
         return self.builder.select(is_zero, constant_of(b.type, 0), rest)
 
     def _divided(self, a: ir.Value, b: ir.Value, rounds_down: bool) -> ir.Value:
-        """Divide by way of float64, which is exact up to 32 bits, as no vector of integers is."""
+        """Divide by way of float64, exact up to 32 bits: processors divide no integer vectors."""
         builder, zero = self.builder, constant_of(b.type, 0)
         is_zero = builder.icmp_unsigned("==", b, zero)
         if bits_of(a.type) > 32:
@@ -265,7 +265,7 @@ class _Integers:
         return builder.select(is_zero, zero, result)
 
     def _divided_exactly(self, a: ir.Value, b: ir.Value, rounds_down: bool) -> ir.Value:
-        """Divide 64 bits; the processor ends the process for 0, and for -1 beside the lowest."""
+        """Divide 64 bits; the processor traps on x / 0, and on the lowest number / -1."""
         builder, zero = self.builder, constant_of(b.type, 0)
         one, minus_one = constant_of(b.type, 1), constant_of(b.type, -1)
         is_minus_one = builder.icmp_signed("==", b, minus_one)

@@ -1,4 +1,4 @@
-"""Programs: what a user's function computes for one score, as text. Light: no Numba, no LLVM.
+"""Programs: a user's function of one score, as text. Imports neither Numba nor LLVM.
 
 A line is a node, and nodes are numbered from 0 on::
 
@@ -10,22 +10,22 @@ A line is a node, and nodes are numbered from 0 on::
     float32 add 0 4
     output 5
 
-First comes the dtype of the result, as torch names it, then the operation, then its operands, which
-are numbers of nodes before it. An operand of these is something else:
+A line has the dtype of the result, as torch names it, then the operation, then its operands, which
+are numbers of earlier nodes. These operations have other operands:
 
     input NAME          one of `INPUTS`
     number I            the I-th of the call's floating-point numbers
-    integer I           the I-th of its integers; of dtype bool, whether it is not zero
-    load C ...          of the captured tensor C, the element at the indices behind: one for each
-                        dimension, negative ones counted from the end
+    integer I           the I-th of its integers; with dtype bool, whether it is not zero
+    load C ...          the element of the captured tensor C at the indices that follow: one for
+                        each dimension, negative ones counted from the end
 
-The last lines say what comes of it: ``output NODE``, and in a program of gradients besides
+The last lines are the results: ``output NODE``, and in a program of gradients also
 ``gradient C VALUE INDEX ...``, which adds the node VALUE to an element of the gradient of C.
 
-Both operands of arithmetic have the dtype of the result, those of a comparison are of one dtype.
-Numbers of 16 bits are computed in float32: only ``load`` and ``cast`` are of such a dtype, and a
-cast to float32 follows. Nothing of a call is in the text, no number and no size,
-so that a program is compiled once for all of them.
+Both operands of arithmetic have the dtype of the result; both operands of a comparison have the
+same dtype. 16-bit floats are computed in float32: only ``load`` and ``cast`` have such a dtype, and
+a cast to float32 follows. The text holds no number and no size of a call, so that a program is
+compiled once for all calls.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-# The score; what it belongs to, all int32; and, in a program of gradients, the gradient of what the
-# function returned.
+# The score; its indices, all int32; and, in a program of gradients, the gradient of the function's
+# result.
 INPUTS = ("score", "batch", "head", "query", "key", "grad")
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -48,18 +48,19 @@ FUNCTIONS = (
     *("floor", "ceil", "trunc", "round"),
 )
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-# Of any number; of floats, or integers whose quotient is rounded; of integers and bools.
-# ``minimum`` and ``maximum`` are NaN where one operand is. ``floor_divide`` and ``remainder`` round
-# down, as Python does, ``trunc_divide`` and ``fmod`` towards zero; integers divided by zero give 0.
+# First for any numbers; then for floats, or for integers with a rounded quotient; then for integers
+# and bools. ``minimum`` and ``maximum`` are NaN if one operand is. ``floor_divide`` and
+# ``remainder`` round down, as in Python, ``trunc_divide`` and ``fmod`` towards zero; integers
+# divided by zero give 0.
 ARITHMETIC = (
     *("add", "sub", "mul", "minimum", "maximum"),
     *("div", "pow", "floor_divide", "trunc_divide", "remainder", "fmod"),
     *("and", "or", "xor", "shift_left", "shift_right"),
 )
-# ``not`` is that of bits, and of a bool the other one. ``where`` takes a bool and two numbers,
-# ``cast`` converts to the node's dtype, as torch does; to a bool it asks whether it is not zero.
+# ``not`` inverts all bits, or a bool. ``where`` takes a bool and two numbers. ``cast`` converts to
+# the node's dtype, like torch; a bool is whether the number is not zero.
 OTHERS = ("neg", "abs", "sign", "not", "where", "cast")
-# How many operands they have. A load has one for each dimension, too.
+# The number of operands. A load has the tensor and one operand for each dimension.
 OPERANDS = {
     **dict.fromkeys(("number", "integer", *FUNCTIONS, "neg", "abs", "sign", "not", "cast"), 1),
     **dict.fromkeys((*COMPARISONS, *ARITHMETIC), 2),
@@ -73,7 +74,7 @@ OPERATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A value: ``operands`` are nodes, but for the first of number, integer and load."""
+    """A value: ``operands`` are nodes, except for the first of number, integer and load."""
 
     dtype: str
     operation: str
@@ -93,7 +94,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What is added to an element of a captured tensor's gradient."""
+    """A value to add to an element of a captured tensor's gradient."""
 
     captured: int
     value: int
@@ -105,7 +106,7 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Nodes, each behind its operands, and what comes of them."""
+    """Nodes, each after its operands, and the results."""
 
     nodes: tuple[Node, ...]
     output: int
@@ -142,11 +143,11 @@ class Program:
         return cls(tuple(nodes), output, tuple(gradients))
 
     def check(self, captured: Sequence[tuple[str, int]], numbers: int, integers: int) -> None:
-        """Raise a ValueError where the program reads what a call does not give it.
+        """Raise a ValueError if the program is malformed or reads more than a call has.
 
         Args:
             captured: dtype and number of dimensions of each captured tensor.
-            numbers, integers: how many of them there are.
+            numbers, integers: the numbers of floating-point and integer arguments.
         """
         for place, node in enumerate(self.nodes):
             line = f"line {place} of a program, '{node}',"

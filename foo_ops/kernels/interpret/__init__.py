@@ -1,1 +1,1 @@
-"""Run the kernels of users as interpreted Python, with the same results (FOO_INTERPRET=1)."""
+"""Run users' kernels as interpreted Python, with the same results (FOO_INTERPRET=1)."""

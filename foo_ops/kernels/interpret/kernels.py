@@ -1,7 +1,7 @@
-"""Kernels of users as plain Python: the makers of elementwise.py and tile.py under the same names.
+"""Interpreted kernels of users: the makers of elementwise.py and tile.py under the same names.
 
-A function runs as it stands, but for ``math``: in float32 its functions return float32, as where
-they are compiled, and infinity or NaN where Python's raise.
+A function runs unchanged, except for ``math``: its functions return float32 for float32, as in
+compiled code, and infinity or NaN where Python's functions raise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_elementwise_kernel(
     depends_on: tuple[int, ...],
     *functions: Callable[..., Any],
 ) -> Kernel:
-    """Make the loop over elements around a scalar function; see elementwise.py."""
+    """Make the loop over elements around a scalar function: see elementwise.py."""
     dtype, *given = signature.split(",")
     position, input_dtype, all_outputs = variants[dtype]
     function = _Plain().of(functions[position])
@@ -81,7 +81,7 @@ def make_tile_kernel(
     refuses_late: bool,
     *functions: Callable[..., Any],
 ) -> Kernel:
-    """Make the call of a function over views for a range of tiles; see tile.py."""
+    """Make the call of a function of views for a range of tiles: see tile.py."""
     argument_types = tile.types_of_arguments(signature, kinds, names, contiguous_rows, scratch)
     sizes = sum(dimensions for _, dimensions in scratch)
     plain = _Plain()
@@ -121,7 +121,7 @@ def make_tile_kernel(
 
 
 def _quietly(loop: Callable[..., None]) -> Callable[..., None]:
-    """Let what divides by zero or overflows give infinity or NaN without a warning."""
+    """Make division by zero and overflow return infinity or NaN without a warning."""
     return np.errstate(all="ignore")(loop)
 
 
@@ -133,7 +133,7 @@ def _integers(address: int, count: int) -> list[int]:
 
 
 def _value(type_: Any, address: int) -> Any:
-    """Read what is no tensor: its eight bytes are a number or an address."""
+    """Read an argument that is not a tensor: its eight bytes are a number or an address."""
     if type_ == numba_types.none:
         return None
     if isinstance(type_, Text):
@@ -157,7 +157,7 @@ def _value(type_: Any, address: int) -> Any:
 
 
 def _view(struct: int, type_: tile.View) -> View:
-    """Read the C++ struct of views.py."""
+    """Read the C++ struct ``View``."""
     fields = _integers(struct, max(DATA, NDIM, SIZES, STRIDES) + 1)
     shape, strides = (_integers(fields[field], fields[NDIM]) for field in (SIZES, STRIDES))
     return View(type_, fields[DATA], shape, strides)
@@ -167,9 +167,9 @@ def _view(struct: int, type_: tile.View) -> View:
 
 
 class _Plain(Copies):
-    """Copies functions whose ``math`` has the functions below, and those within Numba's ``njit``.
+    """Copies functions, unwraps Numba's ``njit``, and replaces functions of ``math``.
 
-    Their negative constants know that they are constants.
+    Negative constants are marked as such: see `FromEnd`.
     """
 
     def finished(self, copy: types.FunctionType) -> types.FunctionType:
@@ -190,7 +190,7 @@ def _with_marked_constants(code: types.CodeType) -> types.CodeType:
 
 
 def _marked(value: Any) -> Any:
-    """Return a constant with all negative integers as `FromEnd`."""
+    """Return a constant with its negative integers replaced by `FromEnd`."""
     if isinstance(value, types.CodeType):
         return _with_marked_constants(value)
     if type(value) is tuple:

@@ -1,6 +1,6 @@
-"""The names of foo_ops.language for kernels that run as plain Python, on NumPy's scalars.
+"""The names of foo_ops.language for interpreted kernels, on NumPy's scalars.
 
-A vector is an array. The docstrings are those of the compiled functions of the same names.
+A vector is an array. Docstrings are copied from the compiled functions of the same names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def accumulate_maximum(largest: Any, value: Any) -> Any:
 
 
 def reduce_add(vector: Any) -> Any:
-    # Halves, until one lane is left, as compiled code does.
+    # Add halves until one lane is left, like compiled code.
     while len(vector) > 1:
         vector = vector[: len(vector) // 2] + vector[len(vector) // 2 :]
     return vector[0]
@@ -72,7 +72,7 @@ def reduce_maximum(vector: Any) -> Any:
 
 
 def _rounded(function: Any, *numbers: Any) -> Any:
-    """Compute in float64: in float32 NumPy's functions are off by some units in the last place."""
+    """Compute in float64: NumPy's float32 functions are off by some units in the last place."""
     result = function(*(np.asarray(number, np.float64) for number in numbers))
     return float(result) if are_constants(*numbers) else cast(result, numbers[0])
 
@@ -136,7 +136,7 @@ def absolute(a: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    # The product is exact, or nearly, in the next wider type.
+    # The product is exact, or nearly exact, in the next wider type.
     wide = np.float64 if _type_of(a) == np.float32 else np.longdouble
     return cast(np.asarray(a).astype(wide) * b + c, a)
 
@@ -191,7 +191,7 @@ def _multiply(target: Any, a: Any, b: Any, *, adds: bool) -> None:
     whole = np.int32 if all(kind.itemsize <= 2 for kind in kinds) else np.int64
     kind = max(floats, key=lambda kind: kind.itemsize) if floats else np.dtype(whole)
     wide = np.float64 if floats else kind
-    # Rounded once to the type that sums have: nearer than compiled ones.
+    # Rounded once to the type of sums: more precise than compiled products.
     result = (factors[0].astype(wide) @ factors[1].astype(wide)).astype(kind)
     target.write(write, target.read(read) + result if adds else result)
 

@@ -18,11 +18,11 @@ from foo_ops.kernels.simd.types import COMPLEX_PARTS, ELEMENTS, HAS_STRIDE
 
 # ----------------------------------------------------------------------------------------- matrices
 
-# Matrices for kernels that run as plain Python: those of matrices.py on NumPy.
+# Matrices for interpreted kernels: those of foo_ops/kernels/lang/indexing.py on NumPy.
 
 
 class Matrix:
-    """Elements in rows and columns: where the memory is, and the offset of each."""
+    """Elements in rows and columns: the memory, and the offset of each element."""
 
     def __init__(self, memory: Any, dtype: str, offsets: np.ndarray) -> None:
         self._memory, self.dtype, self._offsets = memory, dtype, offsets
@@ -46,7 +46,7 @@ class Matrix:
 
 
 def sliced(view: Any, name: str, indices: Sequence[Any]) -> Matrix:
-    """Return the matrix of an index with slices; IndexError where another index is outside."""
+    """Return the matrix of an index with slices; raise an IndexError if an index is outside."""
     given = [*indices, slice(None)] if len(indices) == view.ndim - 1 else list(indices)
     slices = [index for index in given if isinstance(index, slice)]
     if len(given) != view.ndim or len(slices) != 2 or any(it.step is not None for it in slices):
@@ -63,22 +63,22 @@ def sliced(view: Any, name: str, indices: Sequence[Any]) -> Matrix:
 
 # ----------------------------------------------------------------------------------------- integers
 
-# Integers for kernels that run as plain Python, which calculate as compiled ones do.
+# Integers for interpreted kernels, with the arithmetic of compiled ones.
 #
-# Numba computes integers in 64 bits: in uint64 where both operands are unsigned, else in int64.
-# NumPy stays in the wider dtype of the operands, and makes a float64 of uint64 and int64. With
-# floats both promote alike. Numbers of int64 need no type of their own.
+# Numba computes integers in 64 bits: in uint64 if both operands are unsigned, else in int64. NumPy
+# stays in the wider dtype of the operands, and promotes uint64 and int64 to float64. With floats
+# both promote alike. int64 needs no special type.
 
 
-# ``and`` and ``or`` are words of the language.
+# ``and`` and ``or`` are keywords: the methods are __and__ and __or__.
 _OPERATIONS = ("add", "sub", "mul", "floordiv", "mod", "pow", "and", "or", "xor")
 _SHIFTS = ("lshift", "rshift")
-# Where the first operand is unsigned, the second is taken for unsigned, too.
+# Operations that treat the second operand as unsigned if the first one is.
 _BY_THE_FIRST = (*_SHIFTS, "floordiv", "mod")
 
 
 def as_compiled(value: Any) -> Any:
-    """Return a scalar of NumPy as one that calculates as in compiled code; others as they are."""
+    """Convert a NumPy integer to one with compiled arithmetic; return other values unchanged."""
     type_ = _TYPES.get(type(value))
     return value if type_ is None else type_(value)
 
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def _in_64_bits(value: Any) -> Any:
-    # Of Python's own integers some have no place in int64.
+    # Some of Python's integers do not fit int64.
     is_unsigned = isinstance(value, np.unsignedinteger) or int(value) >= 2**63
     return np.uint64(value) if is_unsigned else np.int64(value)
 
@@ -130,7 +130,7 @@ def _methods(name: str, calculate: Callable[..., Any]) -> dict[str, Callable[...
 
 
 _ATTRIBUTES: dict[str, Any] = {
-    # NumPy's scalars then leave arithmetic with these to them.
+    # Makes NumPy scalars defer to our operators.
     "__array_priority__": 1.0,
     "__neg__": lambda self: as_compiled(-_in_64_bits(_plain(self))),
     "__pos__": lambda self: as_compiled(_in_64_bits(_plain(self))),
@@ -150,11 +150,11 @@ _TYPES: dict[type[Any], Any] = {
 
 # -------------------------------------------------------------------------------------------- views
 
-# Views, rows and pointers for kernels that run as plain Python: those of views.py on NumPy.
+# Views, rows and pointers for interpreted kernels: those of foo_ops/kernels/lang/views.py on NumPy.
 #
 # An element is a NumPy scalar of its compute type, so that arithmetic rounds and promotes as in
-# compiled code. An index outside of an array raises IndexError, and what does not compile
-# TypeError.
+# compiled code. An index outside of an array raises an IndexError, and code that would not compile
+# a TypeError.
 
 
 _STORAGES = {"bool": "uint8", "bfloat16": "uint16"}
@@ -165,7 +165,7 @@ def compute_dtype_of(dtype: str) -> np.dtype[Any]:
 
 
 def _memory(address: int, dtype: str, count: int) -> np.ndarray:
-    """Return elements as they lie in memory. Complex numbers in half precision are two of them."""
+    """Return elements in their storage type; a complex32 is two elements."""
     buffer = (ctypes.c_char * (count * ELEMENTS[dtype].size)).from_address(address)
     storage = COMPLEX_PARTS[dtype] if dtype == "complex32" else _STORAGES.get(dtype, dtype)
     return np.frombuffer(memoryview(buffer), storage)
@@ -196,7 +196,7 @@ def write(address: int, dtype: str, values: Any) -> None:
 
 
 def _bits_of_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float32 to nearest even, as `elements.round_to_bfloat16` does."""
+    """Round float32 to nearest even, like `round_to_bfloat16` of foo_ops/kernels/simd/types.py."""
     bits = values.view(np.uint32)
     upper = bits >> 16
     rounded = (bits + 0x7FFF + (upper & 1)) >> 16
@@ -204,9 +204,9 @@ def _bits_of_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 class Extents(tuple[Any, ...]):
-    """Sizes or strides. They are 64-bit integers, which promote float32 as in compiled code.
+    """Sizes or strides: 64-bit integers, which promote float32 as in compiled code.
 
-    Where there are no dimensions, the last is one of one element.
+    Without dimensions, the last one has size 1.
     """
 
     def __new__(cls, numbers: Sequence[int]) -> Extents:
@@ -221,13 +221,15 @@ class Extents(tuple[Any, ...]):
 
 
 class FromEnd(int):
-    """A negative constant. As an index it counts from the end, as it does in compiled code, where a
-    variable does not. In arithmetic it is a number of Python like any other. An argument still
-    counts from the end here, and does not there.
+    """A negative constant, which as an index counts from the end.
+
+    In compiled code constants do so, but variables do not. In arithmetic it is an ordinary Python
+    number. A constant that is passed as an argument still counts from the end here, but not in
+    compiled code.
     """
 
-    # NumPy's scalars then leave arithmetic to what follows. A subclass of int would be an integer
-    # of 64 bits to them, which makes float64 of float32.
+    # Makes NumPy scalars defer to the operators below. They would treat a subclass of int as a
+    # 64-bit integer, which promotes float32 to float64.
     __array_priority__ = 1.0
 
     __hash__ = int.__hash__
@@ -260,7 +262,7 @@ def require_integers(*indices: Any) -> None:
 
 
 class _Elements(ABC):
-    """Elements that are given one index; those from ``first`` to before ``stop`` may be used."""
+    """Elements with one index, from ``first`` to before ``stop``."""
 
     dtype: str
     first: Any = 0
@@ -268,9 +270,9 @@ class _Elements(ABC):
 
     @abstractmethod
     def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
-        """Return the address of an element with ``count - 1`` after it.
+        """Return the address of an element that has ``count - 1`` elements after it.
 
-        What is outside is said to be at ``told``, or else at the index.
+        An access outside is reported at ``told``, by default at the index.
         """
 
     def _place(self, index: Any) -> int:
@@ -318,7 +320,7 @@ class Pointer(_Elements):
         return super()._place(index)
 
     def moved(self, count: Any) -> Pointer:
-        """Return the pointer to an element beside the first; it need not exist."""
+        """Return a pointer moved on by ``count`` elements; the element need not exist."""
         address = self.address + int(count) * ELEMENTS[self.dtype].size
         first, stop = self.first - int(count), self.stop - int(count)
         return Pointer(address, self.dtype, first, stop, self._is_indexable)
@@ -362,7 +364,7 @@ class Flat(_Elements):
 
 
 class View:
-    """A tensor: its sizes and strides, in elements, and where its first element is."""
+    """A tensor: its sizes and strides, in elements, and the address of its first element."""
 
     def __init__(
         self, type_: views.View, address: int, shape: Sequence[int], strides: Sequence[int]
@@ -380,7 +382,7 @@ class View:
         return Flat(self)
 
     def offset_of_number(self, number: Any, dimensions: Any) -> int:
-        """Return the offset of what has a number, counted over some of the first dimensions."""
+        """Return the offset of the element or row ``number``, counted over the first dimensions."""
         indices = np.unravel_index(int(number), tuple(self.shape[:dimensions]))
         return sum(int(i * step) for i, step in zip(indices, self.strides))
 
@@ -404,7 +406,7 @@ class View:
         return self.data.place(sum(int(i * step) for i, step in zip(counted, self.strides)))
 
     def counted(self, index: Any, size: Any) -> Any:
-        """Return an index from the start, of what has a size."""
+        """Return an index counted from the start of a dimension of ``size``."""
         require_integers(index)
         counted = from_start(index, size)
         if not 0 <= counted < size:
@@ -430,7 +432,7 @@ def _written(indices: tuple[Any, ...]) -> str:
 
 # -------------------------------------------------------------------------------------------- lists
 
-# Lists for kernels that run as plain Python: those of lists.py.
+# Lists for interpreted kernels: those of foo_ops/kernels/lang/arguments.py.
 
 
 class PlainList:

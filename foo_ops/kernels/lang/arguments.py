@@ -1,4 +1,4 @@
-"""The arguments of a user's kernel: numbers, texts, elements of tensors, views and lists."""
+"""Arguments of a user's kernel: numbers, texts, elements of tensors, views and lists."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from foo_ops.kernels.simd.types import DOUBLE, ELEMENTS, INT32, INT64, Pointer
 
 # Lists of numbers and of tensors as a kernel sees them: ``items[i]``, ``len(items)``, loops.
 #
-# One of numbers whose length the schema says is unpacked, too: ``rows, columns = kernel_size``. An
-# index is that of a view: a negative constant counts from the end, and only a kernel that is
-# checked notices one that is outside (see items.py).
+# A list of numbers whose length is in the schema can be unpacked: ``rows, columns = kernel_size``.
+# Indices follow views: a negative constant counts from the end, and only a checked kernel notices
+# an index that is outside (see foo_ops/kernels/lang/indexing.py).
 
 
 # The fields of the C++ struct ViewList.
@@ -46,9 +46,9 @@ class List(types.Type):
     """A list whose items are only read.
 
     Attributes:
-        view: the type of its own view, or of a tensor's.
-        element: what an item is.
-        count: how many there are, where that is known.
+        view: the type of the list's own view, or of a tensor's.
+        element: the type of an item.
+        count: the number of items, if known at compile time.
     """
 
     def __init__(self, view: View, element: types.Type, count: int | None = None) -> None:
@@ -60,11 +60,11 @@ class List(types.Type):
 
 
 class Numbers(List):
-    """A pointer to the C++ struct ``View`` of a list, whose numbers are of eight bytes."""
+    """A pointer to the C++ struct ``View`` of a list of 8-byte numbers."""
 
 
 class FixedNumbers(Numbers, types.IterableType):
-    """A list whose length is known, which Numba unpacks."""
+    """A list of known length, which Numba can unpack."""
 
     @property
     def iterator_type(self) -> ListIterator:
@@ -79,7 +79,7 @@ class Tensors(List):
 
 
 class ListIterator(types.SimpleIteratorType):
-    """What a loop over a list takes its items from."""
+    """The iterator of a loop over a list."""
 
     def __init__(self, list_: List) -> None:
         self.list = list_
@@ -127,7 +127,7 @@ class _GetItem(AbstractTemplate):
 
 @infer
 class _RefuseConstant(AbstractTemplate):
-    """Refuse a constant that is no index, before `_GetItem` finds out what the others are."""
+    """Refuse a constant that is not an index; this is resolved before `_GetItem`."""
 
     key = "static_getitem"
 
@@ -236,8 +236,8 @@ def _next(context, builder, signature, args, result):
 
 # ---------------------------------------------------------------------------------------- arguments
 
-# Read the arguments of a user's function from what a launcher hands over: elements of tensors, and
-# eight bytes for each other argument, which are a number or the address of what is larger.
+# Reads the arguments of a user's function from those of a launcher: elements of tensors, and eight
+# bytes for each other argument, which hold a number or the address of a larger value.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,14 +245,14 @@ class Argument:
     """An argument of the scalar function: an element of an input, another value, or None."""
 
     type: types.Type
-    # Among the inputs or the other arguments, of which missing ones have a place as well.
+    # Position among the inputs, or among the other arguments, where missing ones count too.
     position: int
-    # Of an input.
+    # The dtype of an input; None for other arguments.
     dtype: str | None = None
 
 
 def make_scalar_reader(arguments: list[Argument]) -> Callable:
-    """Make the function that gives a tuple with the values of a call that are no elements."""
+    """Make the function that returns a tuple of a call's arguments that are not elements."""
     scalars = [a for a in arguments if a.dtype is None and a.type != types.none]
     values_type = types.Tuple([a.type for a in scalars])
 
@@ -271,7 +271,7 @@ def make_scalar_reader(arguments: list[Argument]) -> Callable:
 
 
 def _value(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
-    """Convert the eight bytes that a launcher hands over into a value of a type."""
+    """Convert eight bytes from a launcher into a value of ``type_``."""
     if isinstance(type_, (types.NoneType, Text)):
         return context.get_constant_null(type_)
     if isinstance(type_, (View, List)):
@@ -297,7 +297,7 @@ def _complex_at(
 
 
 def make_element_reader(arguments: list[Argument]) -> Callable:
-    """Make the function that gives a tuple with the scalar function's arguments for an element."""
+    """Make the function that returns the scalar function's arguments for an element, as a tuple."""
     values_type = types.Tuple([a.type for a in arguments])
 
     @intrinsic
@@ -316,10 +316,10 @@ def make_element_reader(arguments: list[Argument]) -> Callable:
 
 
 def make_pair_reader(arguments: list[Argument]) -> Callable:
-    """Make the function that gives two such tuples, for a pair of adjacent elements of bfloat16.
+    """Make the function that returns two such tuples, for a pair of adjacent bfloat16 elements.
 
-    Read at once, they are taken apart by a shift and a mask. Elements that are read one by one, and
-    rounded so, take two more instructions each where loops are vectorised.
+    A pair is read at once and taken apart by a shift and a mask. Reading and rounding elements one
+    by one would take two more instructions for each in vectorised loops.
     """
     values_type = types.Tuple([a.type for a in arguments])
 
@@ -356,7 +356,7 @@ def _with_scalars(
     elements: Sequence[ir.Value],
     scalars: ir.Value,
 ) -> list[ir.Value]:
-    """Put the elements of inputs among the other arguments, in the order of the function's."""
+    """Merge the inputs' elements and the other arguments, in the function's order."""
     values, places = [], itertools.count()
     for argument in arguments:
         if argument.dtype is not None:
@@ -370,7 +370,7 @@ def _with_scalars(
 
 @intrinsic(prefer_literal=True)
 def take(typing_context, pointer, start, count):
-    """Read ``count`` numbers at a pointer into a tuple: once, and not in every step."""
+    """Read ``count`` numbers at a pointer into a tuple: once, not in every step of a loop."""
     numbers = types.UniTuple(pointer.dtype, count.literal_value)
 
     def generate(context, builder, signature, args):
@@ -385,7 +385,7 @@ def take(typing_context, pointer, start, count):
 
 
 def make_row_pointers(dtypes: tuple[str, ...], chosen: range) -> Callable:
-    """Make the function that gives a tuple with operands' pointers at the start of a row."""
+    """Make the function that returns a tuple of operands' pointers at the start of a row."""
     pointers = types.Tuple([Pointer(dtypes[position]) for position in chosen])
 
     @intrinsic
@@ -452,7 +452,7 @@ def store_pair(typing_context, pointers, pair, firsts, seconds):
 
 
 def _values_for(pointers: types.BaseTuple, values: types.Type) -> types.Type:
-    """Return the type in which a function's values are stored, one or several."""
+    """Return the type in which a function's value, or each of several, is stored."""
     computed = types.Tuple([ELEMENTS[pointer.dtype].compute for pointer in pointers])
     several = isinstance(values, types.BaseTuple)
     if (len(values) if several else 1) != len(computed):
@@ -483,7 +483,7 @@ def _value_of(
 
 
 def make_picker(chosen: Sequence[int], count: int) -> Callable:
-    """Make the function that gives some of the values that a scalar function returns."""
+    """Make the function that returns some of a scalar function's values."""
 
     @intrinsic
     def picked(typing_context, values):
@@ -504,7 +504,7 @@ def make_picker(chosen: Sequence[int], count: int) -> Callable:
 
 
 def _can_hold(target: types.Type, value: types.Type) -> bool:
-    """Whether a result takes a number; an integer one takes no fractions, a real one no complex."""
+    """Whether a result can hold a number: integers hold no fractions, reals no complex numbers."""
     if isinstance(value, types.Complex):
         return isinstance(target, types.Complex)
     # Numba promotes uint64 and int64 to float64.
@@ -515,7 +515,7 @@ def _can_hold(target: types.Type, value: types.Type) -> bool:
 def make_argument_reader(
     argument_types: Sequence[types.Type], positions: Sequence[int]
 ) -> Callable:
-    """Make the function that gives a tuple with the values of some arguments."""
+    """Make the function that returns a tuple of some arguments' values."""
     values_type = types.Tuple([argument_types[position] for position in positions])
 
     @intrinsic

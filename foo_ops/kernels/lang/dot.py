@@ -1,4 +1,4 @@
-"""Multiply matrices in users' kernels: `dot` and `add_dot`, on tiles of views."""
+"""Multiply matrices in users' kernels: `dot` and `add_dot`, on parts of views."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from foo_ops.kernels.simd.types import ELEMENTS, lanes_of
 
 # --------------------------------------------------------------------------------- forms of factors
 
-# Choose in which form the factors of a tile's product are packed, and what multiplies them.
+# Chooses the form in which a product's factors are packed, and the instructions that multiply them.
 #
-# A matrix unit takes products of bfloat16, and of integers of 8 bits: they are quicker there for
-# all sizes (64 x 64 x 64 in bfloat16 1.4 times, 256 x 256 x 256 six times; 8 rows 1.5 times).
-# Without one, integers of 8 and 16 bits are multiplied in pairs of 16 bits, and bfloat16 in pairs
-# where the processor is quick with them. All others are multiplied in the compute type of the sums.
+# A matrix unit multiplies bfloat16 and 8-bit integers, and is faster for all sizes (64 x 64 x 64 in
+# bfloat16 1.4 times, 256 x 256 x 256 six times; 8 rows 1.5 times). Without one, integers of 8 and
+# 16 bits are multiplied in pairs of 16 bits, and bfloat16 in pairs where the processor is fast at
+# it. All others are multiplied in the compute type of the sums.
 
 
-# Of a row of a block, at most: a panel of such columns lies in the nearest cache. With twice as
-# many, 128 x 256 x 1024 in float32 takes 1.1 times as long.
+# Bytes of a row of a block, at most: a panel of such columns fits L1. With twice as many,
+# 128 x 256 x 1024 in float32 takes 1.1 times as long.
 BLOCK_BYTES = 512
 _BYTES = {"bool", "int8", "uint8"}
-# What the elements of pairs hold exactly, so that it enters products in pairs beside them.
+# Dtypes that bfloat16 or int16 represents exactly, and that can be paired with it in products.
 _EXACT_IN_BFLOAT16, _EXACT_IN_INT16 = {"bfloat16"} | _BYTES, {"int16"} | _BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How factors lie in memory when they are multiplied.
+    """Layout of the packed factors.
 
     Attributes:
         compute: the dtype of the sums.
@@ -67,12 +67,12 @@ class Form:
 
     @property
     def step(self) -> int:
-        """How many elements a step sums over."""
+        """The number of elements that a step sums over."""
         return ELEMENTS[self.unit].parts
 
     @property
     def depth(self) -> int:
-        """The elements of a block that are summed over."""
+        """The number of elements of a block that are summed over."""
         return BLOCK_BYTES // ELEMENTS[self.left].size
 
     @property
@@ -88,7 +88,7 @@ class Form:
         return self.step * (GROUP if self.on_unit else 1)
 
     def make_products(self) -> tuple[Callable, Callable, Callable]:
-        """Make what `foo_ops.kernels.products.operands.make_products` does."""
+        """Like `foo_ops.kernels.products.operands.make_products`, for this form."""
         if not self.on_unit:
             return make_products_on_vectors(self.compute, self.unit)
         if self.unit == PAIRS:
@@ -124,7 +124,7 @@ def _sums_dtype(a: str, b: str) -> str:
 
 # ------------------------------------------------------------------------------------------- panels
 
-# Copy blocks of matrices into the form that products take: converted, padded, transposed.
+# Copies blocks of matrices into the form that products need: converted, padded, transposed.
 
 
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -139,7 +139,7 @@ def is_copied_as_it_is(stored: str, source: str) -> bool:
 def _make_copy(stored: str, source: str) -> Callable:
     """Make ``copy(target, source, stride, count, width)``: elements at a stride become adjacent.
 
-    Those that are missing to ``width`` are zeros. bfloat16 stays as it is.
+    The target is padded to ``width`` with zeros. bfloat16 is copied bit by bit.
     """
     kind = ELEMENTS[stored].compute
     to_bits = pointer_to(_BITS[ELEMENTS[source].size])
@@ -193,10 +193,10 @@ def make_pack_rows(form: Form, a: str) -> Callable:
 def make_pack_panel(form: Form, b: str, WIDTH: int) -> Callable:
     """Make ``pack_panel(panel, source, row_stride, column_stride, depth, columns, padded)``.
 
-    A step is a row of the panel. Where columns are adjacent they are copied; else some columns at a
-    time are transposed.
+    A step is a row of the panel. Adjacent columns are copied; others are transposed, some columns
+    at a time.
     """
-    # Integers that become pairs of bfloat16 are converted on their way to a strip.
+    # Integers that become bfloat16 are converted on the way to the strip, so always transposed.
     is_copied = form.right != "bfloat16" or b == "bfloat16"
     pack_adjacent = _make_pack_adjacent(form, b, WIDTH) if is_copied else _pack_nothing
     pack_transposed = _make_pack_transposed(form, b, WIDTH)
@@ -213,7 +213,7 @@ def make_pack_panel(form: Form, b: str, WIDTH: int) -> Callable:
 
 @njit
 def _pack_nothing(panel, source, row_stride, depth, columns, padded):
-    """Stand for a copy that is never called."""
+    """Placeholder for a copy that is never called."""
 
 
 def _make_pack_transposed(form: Form, b: str, WIDTH: int) -> Callable:
@@ -227,7 +227,7 @@ def _make_pack_transposed(form: Form, b: str, WIDTH: int) -> Callable:
     def pack_transposed(panel, source, row_stride, column_stride, depth, columns, padded):
         strip, units = strip_of(), as_units(address_of(panel))
         rows = as_units(address_of(strip))
-        # So much is transposed from where it is.
+        # Whole squares of adjacent elements are transposed straight from the source.
         adjacent = is_same and row_stride == 1 and column_stride % STEP == 0
         first = depth // BLOCK * BLOCK if adjacent else 0
         for column in range(0, padded, LANES):
@@ -250,7 +250,7 @@ def _make_pack_transposed(form: Form, b: str, WIDTH: int) -> Callable:
 
 
 def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
-    """Make the copy of adjacent columns, of which a step joins one or several rows."""
+    """Make the copy of adjacent columns; a step joins one or several rows."""
     STEP, MULTIPLE = form.step, form.depth_multiple
     if STEP == 1:
         copy = _make_copy(form.right, b)
@@ -294,7 +294,7 @@ def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
 
     @njit
     def join_some(target, line, stride, columns, count):
-        """Join fewer rows, for the last step."""
+        """Join fewer rows than STEP, for the last step."""
         for i in range(columns):
             joined = types.uint32(0)
             for row in range(count):
@@ -318,9 +318,9 @@ def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
 
 # ---------------------------------------------------------------------------------- dot and add_dot
 
-# A tile of the result, of at most ROWS x COLUMNS elements, is summed in the compute type, block by
-# block of DEPTH elements of the factors, which are copied so that register tiles, or the registers
-# of a matrix unit, can take them:
+# A part of the result, of at most ROWS x COLUMNS elements, is summed in the compute type, in blocks
+# of DEPTH elements of the factors, which are copied for register tiles or for the registers of a
+# matrix unit:
 #
 #                      b   DEPTH x COLUMNS  ->  a panel of vectors, converted or transposed
 #     a  BAND x DEPTH  ->  sums (ROWS x COLUMNS), which are written when all of the depth is summed
@@ -328,22 +328,22 @@ def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
 # Each block of b is copied once for ROWS rows. A few rows are multiplied without a copy of b.
 
 
-# For so many rows a block of b is copied once.
+# Rows for which a block of b is copied once.
 ROWS = 512
-# Rows that are multiplied at a time: whole tiles of all shapes.
+# Rows multiplied at a time: whole register tiles of all shapes.
 BAND = 32
-# Vectors of a panel of b: those of the widest register tile.
+# Vectors of a panel of b, as in the widest register tile.
 VECTORS = 4
-# Rows that are too few to copy b for.
+# Up to this many rows are multiplied without a copy of b.
 FEW_ROWS = 4
 
 
 @intrinsic
 def dot(typing_context, target, a, b):
-    """Compute target = a b, of matrices: views of two dimensions, or slices of views.
+    """Compute target = a b for matrices: views of two dimensions, or slices of views.
 
-    Sums are float64 where a factor is, float32 where one is floating-point, int32 for integers of 8
-    and 16 bits, and int64 for others; the target gets them rounded once.
+    Sums are float64 if a factor is, float32 if one is another floating-point dtype, int32 for
+    integers of 8 and 16 bits, and int64 for others. They are rounded once, to the target.
 
     Example:
         >>> language.dot(output[i : i + 64], a[i : i + 64], b)
@@ -354,7 +354,7 @@ def dot(typing_context, target, a, b):
 
 @intrinsic
 def add_dot(typing_context, target, a, b):
-    """Compute target += a b, as `dot` does.
+    """Compute target += a b; otherwise like `dot`.
 
     Example:
         >>> language.add_dot(output[i : i + 64], a[i : i + 64], b)
@@ -410,7 +410,7 @@ def _make_dot(target: str, a: str, b: str, adds: bool) -> Callable:
 
     @njit
     def tile(target, a, b, sums, panel, factors, rows, columns, depth):
-        """Sum a tile of at most ROWS x width elements."""
+        """Compute a part of the result of at most ROWS x width elements."""
         padded = round_up(columns, COLUMN_MULTIPLE)
         begin_products()
         for start in range(0, depth, DEPTH):
@@ -453,8 +453,8 @@ def _make_dot(target: str, a: str, b: str, adds: bool) -> Callable:
 def _make_multiply(form: Form, a: str, width: int) -> Callable:
     """Make ``multiply(sums, a, factors, panel, rows, columns, count, accumulate)``.
 
-    It multiplies a band of rows, which is copied to ``factors`` unless a product takes it where it
-    is, by a panel.
+    It multiplies a band of rows by a panel. The band is copied to ``factors`` unless a product can
+    read it in place.
     """
     DEPTH, STEP, DEPTH_MULTIPLE = form.depth, form.step, form.depth_multiple
     ROW_MULTIPLE, GROUP_STRIDE = form.row_multiple, form.row_multiple
@@ -492,7 +492,7 @@ def _make_multiply(form: Form, a: str, width: int) -> Callable:
 
 @functools.cache
 def _make_write(compute: str, adds: bool) -> Callable:
-    """Make ``write(target, sums, width, rows, columns)``, which rounds sums to the target."""
+    """Make ``write(target, sums, width, rows, columns)``: round sums to the target."""
 
     @njit
     def write_row(target, stride, sums, columns):
@@ -517,7 +517,7 @@ def _make_write(compute: str, adds: bool) -> Callable:
 
 @njit
 def _multiply_nothing(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, adds):
-    """Stand for a product that is never called."""
+    """Placeholder for a product that is never called."""
 
 
 @functools.cache
@@ -525,7 +525,7 @@ def _make_few_rows(compute: str, a: str, b: str, WIDTH: int) -> Callable:
     """Make the product of few rows, along the adjacent elements of b."""
     kind = ELEMENTS[compute].compute
     lanes = lanes_of(compute)
-    # Register tiles read such factors where they are.
+    # Register tiles read such factors in place.
     is_direct = kind == ELEMENTS[a].compute == ELEMENTS[b].compute
     matmul = make_matmul(compute, a, b) if is_direct else _multiply_nothing
 
@@ -538,7 +538,7 @@ def _make_few_rows(compute: str, a: str, b: str, WIDTH: int) -> Callable:
 
     @njit
     def four_rows(sums, a, a_row, b, depth):
-        """Convert an element of b once for four rows."""
+        """Multiply four rows, converting each element of b once."""
         a1, a2, a3 = shift(a, a_row), shift(a, 2 * a_row), shift(a, 3 * a_row)
         first = kind(0)
         second, third, fourth = first, first, first

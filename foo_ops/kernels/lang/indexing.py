@@ -50,12 +50,11 @@ from foo_ops.kernels.simd.types import ELEMENTS, INT64, Pointer, Row
 
 # ----------------------------------------------------------------------------------------- matrices
 
-# Take matrices out of views, for products: ``x[i:j, k:l]``, ``x[i:j]`` and ``x[b, :, h]``.
+# Takes matrices out of views, for products: ``x[i:j, k:l]``, ``x[i:j]`` and ``x[b, :, h]``.
 #
-# An index with one or two slices is a `Matrix` over these dimensions; one with a single slice of a
-# view of two dimensions takes all of the other one. Slices are those of Python: negative bounds
-# count from the end, and none is outside, since what there is not is left out. So the last tile of
-# a matrix is written as the others are, and is smaller.
+# An index with two slices is a `Matrix` over their dimensions; the last one may be left out, and is
+# then taken whole. Slices follow Python: negative bounds count from the end, and bounds outside are
+# clipped. So the last tile of a matrix is written like the others, and is smaller.
 #
 #     m.rows, m.columns       sizes
 #     m.T                     the transpose, of the same elements
@@ -69,7 +68,7 @@ ONE_SLICE = (
 
 
 def not_a_matrix(name: str, ndim: int, slices: int) -> str:
-    """Say that an index with so many slices is no matrix, and what else it may be meant for."""
+    """Return the message that an index is not a matrix, with advice if it has one slice."""
     words = SLICED.format(f"{name or 'a tensor'} with {ndim} dimensions")
     return ONE_SLICE.format(name or "x") + words if slices == 1 else WRONG_INDEX + words
 
@@ -78,8 +77,8 @@ class Matrix(types.Type):
     """Elements of a view in rows and columns, at any strides.
 
     Attributes:
-        dtype: of the elements.
-        is_checked: sizes that do not fit are recorded; see bounds.py.
+        dtype: the dtype of the elements.
+        is_checked: sizes that do not fit are recorded: see foo_ops/kernels/simd/memory.py.
     """
 
     def __init__(self, dtype: str, is_checked: bool) -> None:
@@ -120,7 +119,7 @@ def _get_attribute(context, builder, type_, value, name):
 
 
 def _index_of_each_dimension(view: View, index: types.Type) -> list[types.Type]:
-    """Return an index for each dimension; where the last is left out, it is a whole one."""
+    """Return an index for each dimension; a missing last one is a whole slice."""
     parts = list(index) if isinstance(index, types.BaseTuple) else [index]
     return [*parts, types.none] if len(parts) == view.ndim - 1 else parts
 
@@ -186,7 +185,7 @@ def emit_slice(context, builder, signature, args):
 def _range_of_slice(
     context: Any, builder: ir.IRBuilder, type_: types.Type, value: ir.Value | None, size: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Return where a slice begins, and how many there are."""
+    """Return the start of a slice, and its number of elements."""
     if value is None:
         return INT64(0), size
     bounds = context.make_helper(builder, type_, value)
@@ -204,7 +203,7 @@ def _range_of_slice(
 
 
 def as_matrix(view: View) -> Matrix:
-    """Return the type of a whole view of two dimensions as a matrix."""
+    """Return the matrix type of a whole view of two dimensions."""
     if view.ndim != 2:
         raise errors.TypingError(f"dot: a factor must be a matrix, got {view.described()}")
     return Matrix(view.dtype, view.is_checked)
@@ -223,7 +222,7 @@ def emit_whole(context: Any, builder: ir.IRBuilder, view: View, value: ir.Value)
 
 @intrinsic
 def moved(typing_context, matrix, row, column):
-    """Return the matrix that begins at a row and a column; its sizes stay."""
+    """Return the matrix that begins at a row and a column; its sizes do not change."""
 
     def generate(context, builder, signature, args):
         result = cgutils.create_struct_proxy(matrix)(context, builder, value=args[0])
@@ -238,7 +237,7 @@ def moved(typing_context, matrix, row, column):
 def record_unless_fitting(
     context: Any, builder: ir.IRBuilder, types_: list[Matrix], values: list[Any]
 ) -> None:
-    """Record sizes that do not fit: what there is of all of them is multiplied."""
+    """Record sizes that do not fit; the product then uses the smaller of each two sizes."""
     target, a, b = (
         cgutils.create_struct_proxy(type_)(context, builder, value=value)
         for type_, value in zip(types_, values)
@@ -253,12 +252,12 @@ def record_unless_fitting(
 
 # ----------------------------------------------------------------------------------------- elements
 
-# Index views and rows: ``x[i, j]``, ``x.flat[i]``, ``row[i]`` and ``x.shape[d]``.
+# Indexes views and rows: ``x[i, j]``, ``x.flat[i]``, ``row[i]`` and ``x.shape[d]``.
 #
-# A number of indices other than that of the dimensions does not compile. A negative constant counts
-# from the end, as in Python. A variable does not, as that would cost each access a comparison:
-# where it is negative, it is outside. Only a kernel that is checked notices (see bounds.py); any
-# other one reads and writes what lies there.
+# The number of indices must be the number of dimensions, or the kernel does not compile. A negative
+# constant counts from the end, as in Python. A variable does not, since that would cost each access
+# a comparison: a negative variable is outside. Only a checked kernel notices (see
+# foo_ops/kernels/simd/memory.py); any other accesses the memory there.
 
 
 NOT_INDEXED = (
@@ -286,7 +285,7 @@ def _dtype(array: types.Type) -> str:
 
 
 def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
-    """Return the type of what an index gives, or None where it cannot be one."""
+    """Return the type of an indexed element, or None if the index is invalid."""
     if not isinstance(array, (*_ARRAYS, Extents)):
         return None
     for part in _parts(index):
@@ -305,7 +304,7 @@ def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
 
 
 def wrong_count(array: types.Type, count: int) -> str:
-    """Say that an array cannot be given so many indices."""
+    """Return the message that an array does not take ``count`` indices."""
     if not isinstance(array, View):
         return f"a row or x.flat must be given one index, got {count}"
     name = array.argument or "x"
@@ -334,7 +333,7 @@ class _GetItem(AbstractTemplate):
 
 @infer
 class _RefuseDimension(AbstractTemplate):
-    """Refuse a constant that is no dimension, before `_GetItem` finds out what the others are."""
+    """Refuse a constant that is not a dimension; this is resolved before `_GetItem`."""
 
     key = "static_getitem"
 
@@ -342,7 +341,7 @@ class _RefuseDimension(AbstractTemplate):
         extents, dimension = args
         if not isinstance(extents, Extents) or not isinstance(dimension, int):
             return
-        # A view without dimensions has a row, of one element.
+        # A view without dimensions has one row, of one element.
         if not -max(extents.view.ndim, 1) <= dimension < extents.view.ndim:
             raise refusal(f"{extents.view.described()}, and none at {dimension}")
 
@@ -379,7 +378,7 @@ def _extent(context, builder, signature, args):
 def _extent_at(
     context: Any, builder: ir.IRBuilder, type_: Extents, value: ir.Value, dimension: int
 ) -> ir.Value:
-    """Return a size or a stride at a constant."""
+    """Return the size or stride of a constant dimension."""
     view = type_.view
     if view.ndim == 0 and dimension == -1:
         return INT64(1)

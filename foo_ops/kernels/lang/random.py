@@ -1,4 +1,4 @@
-"""Draw random numbers that depend on where they are used, and not on the order.
+"""Draw random numbers that depend on their position, not on the order of drawing.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a block cipher
 that turns a counter of four words into four random words. A backward pass, with tiles of other
@@ -23,7 +23,7 @@ from foo_ops.kernels.simd.types import (
 )
 
 ROUNDS = 10
-# Of a counter, and of what it turns into.
+# Words of a counter, and of the random words it yields.
 WORDS = 4
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -33,7 +33,7 @@ WEYL_STEPS = (0x9E3779B9, 0xBB67AE85)
 def store_dropout_mask(
     typing_context, target, stride, group, queries, heads, seed, threshold, lanes
 ):
-    """Store four rows of 1.0 where a random word is at least the threshold, and of 0.0 elsewhere.
+    """Store four rows: 1.0 where a random word is at least the threshold, and 0.0 elsewhere.
 
     The counter is (group, query, head, 0), where ``queries`` and ``heads`` point to the int32 of
     each lane; row i has the i-th word. ``seed`` is the key, of 64 bits.
@@ -70,11 +70,11 @@ def store_dropout_mask(
 
 @intrinsic
 def random(typing_context, seed, offset):
-    """Return a float32 from 0 to below 1 that depends on a seed and an offset, and on nothing else.
+    """Return a float32 from 0 to below 1 that depends only on a seed and an offset.
 
-    Numbers of other offsets are independent: an element takes its own index, and a second number
-    for it an offset that no element has. All 2^64 seeds and offsets give streams of their own. The
-    number is the first word of Philox's for the counter (offset, 0), in steps of 2^-24.
+    Numbers at different offsets are independent: use an element's index as its offset, and for a
+    second number an offset that no element has. All 2^64 seeds and offsets give different streams.
+    The number is the first word of Philox for the counter (offset, 0), in steps of 2^-24.
 
     Example:
         >>> y[i] = x[i] / 0.9 if language.random(2026, i) >= 0.1 else 0.0
@@ -115,7 +115,7 @@ def _philox(builder: ir.IRBuilder, counter: list[ir.Value], key: list[ir.Value])
 
 
 def _multiply(builder: ir.IRBuilder, word: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
-    """Return the upper and the lower half of a product of 64 bits."""
+    """Return the upper and the lower half of a 64-bit product."""
     wide = shaped(INT64, word.type)
     product = builder.mul(builder.zext(word, wide), constant_of(wide, multiplier))
     upper = builder.trunc(builder.lshr(product, constant_of(wide, 32)), word.type)

@@ -1,19 +1,19 @@
-"""Sum rows and find their maxima, and what else row-wise kernels are written with.
+"""Sum rows and find their maxima, and other functions for row-wise kernels.
 
-There are two ways to the same speed. In a loop over elements, `accumulate` adds such that LLVM may
-keep a sum in each lane of a vector:
+There are two ways, of the same speed. In a loop over elements, `accumulate` allows LLVM to keep a
+sum in each lane of a vector:
 
     total = zero(x)
     for i in range(size):
         total = accumulate(total, x[i] * x[i])
 
-With explicit vectors (foo_ops/kernels/simd/arithmetic.py) `reduce_add` sums the lanes of one:
+With explicit vectors (foo_ops/kernels/simd/arithmetic.py) `reduce_add` sums a vector's lanes:
 
     step = lanes(x)
     totals = splat(zero(x), step) ... reduce_add(totals)
 
-No other rule of floating-point numbers is relaxed. A sum depends on the processor's vectors, and
-not on threads or on where in memory the row is.
+No other floating-point rule is relaxed. A sum depends on the processor's vector length, but not on
+the number of threads or on the row's address.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, INT32, Pointer, Row, Vector, ca
 
 
 def _compute_type(of: types.Type) -> types.Type:
-    """Return a value's own type, or for pointers, rows and views the compute type of elements."""
+    """Return a value's own type, or the compute type of a pointer's, row's or view's elements."""
     if isinstance(of, Row):
         return ELEMENTS[of.element].compute
     return ELEMENTS[of.dtype].compute if isinstance(of, (Pointer, View)) else types.unliteral(of)
@@ -53,8 +53,7 @@ def zero(typing_context, like):
 
 @intrinsic
 def cast(typing_context, value, like):
-    """Convert a number to the compute type of a view or a pointer, or to the type of another
-    one.
+    """Convert a number to the compute type of a view or a pointer, or to another number's type.
 
     Example:
         >>> mean = language.cast(total / size, x)
@@ -69,8 +68,9 @@ def cast(typing_context, value, like):
 
 @intrinsic
 def lanes(typing_context, like):
-    """Return how many elements of a view or a pointer a vector has: a constant, for
-    `load_vector`.
+    """Return the number of a view's or pointer's elements in a vector, as a constant.
+
+    Pass it to `load_vector`.
 
     Example:
         >>> step = language.lanes(x)
@@ -87,7 +87,7 @@ def lanes(typing_context, like):
 
 @intrinsic
 def accumulate(typing_context, total, value):
-    """Add a value to a total, in its type; a loop's additions may be made in another order.
+    """Add a value to a total, in its type; LLVM may reorder a loop's additions.
 
     Example:
         >>> for i in range(size):
@@ -122,7 +122,7 @@ def accumulate_maximum(typing_context, largest, value):
 def _emit_reduction(
     builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """Combine halves until one lane is left."""
+    """Combine the vector's halves until one lane is left."""
     count = vector.type.count
     while count > 1:
         count //= 2

@@ -1,4 +1,4 @@
-"""The memory that a kernel works in: scratch memory, the stack, and its launcher's parameters."""
+"""The memory of a kernel: scratch memory, the stack, and its launcher's parameters."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from foo_ops.kernels.simd.types import ELEMENTS, INT64, Pointer
 
 # ----------------------------------------------------------------------------------- scratch memory
 
-# Lay out the scratch memory of a kernel: its regions, one after the other, and their sizes.
+# Lays out the scratch memory of a kernel: its regions, one after the other, and their sizes.
 #
-# A kernel describes its regions in one place, as counts of elements of the compute type by name.
-# From that come the pointers that the kernel works with, and the bytes that a launcher has to
-# allocate.
+# A kernel describes its regions in one place, as a count of elements of the compute type for each
+# name. The kernel's pointers, and the bytes that a launcher allocates, are derived from it.
 
 
-# Elements before, between and behind the regions, which no kernel may write to. Only a test has
-# some: it must also choose a folder of its own for compiled kernels, FOO_CACHE_DIR.
+# Guard elements before, between and after the regions, which no kernel may write to. Only tests set
+# this; they must also set FOO_CACHE_DIR to a separate folder for compiled kernels.
 FENCE = 0
 
 
@@ -39,11 +38,11 @@ class Scratch:
 
     Attributes:
         dtype: the compute type of the kernel.
-        sizes_of: ``sizes_of(parameters, piece)``, a function for Numba, returns a tuple of what the
-            regions depend on. No region may be smaller for a piece with more rows.
-        describe: ``describe(*sizes)`` returns for the name of each region how many elements it has,
-            or the name of the region that it shares. It calculates with +, * and `larger`, since it
-            is called with numbers, and with what stands for them in a kernel.
+        sizes_of: ``sizes_of(parameters, piece)``, a function for Numba, returns a tuple of the
+            sizes that the regions depend on. No region may be smaller for a work item of more rows.
+        describe: ``describe(*sizes)`` maps the name of each region to its number of elements, or to
+            the name of the region that it shares. It may only use +, * and `larger`, since it is
+            called with integers and with LLVM values.
     """
 
     dtype: str
@@ -51,7 +50,7 @@ class Scratch:
     describe: Callable[..., dict[str, Any]]
 
     def offsets(self, sizes: tuple[Any, ...]) -> tuple[dict[str, tuple[Any, Any]], Any]:
-        """Return where each region begins and how many elements it has, and the size of all."""
+        """Return each region's offset and number of elements, and the size of all regions."""
         regions: dict[str, tuple[Any, Any]] = {}
         stop: Any = FENCE
         for name, count in self.describe(*sizes).items():
@@ -64,7 +63,7 @@ class Scratch:
 
 
 class _Size:
-    """A number that is known when the kernel runs."""
+    """A size that is known only when the kernel runs: an LLVM value."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -91,12 +90,12 @@ def larger(first: Any, second: Any) -> Any:
 
 
 class Regions(types.Type):
-    """Pointers to the regions by their names."""
+    """Pointers to the regions, by name."""
 
     def __init__(self, scratch: Pointer, names: tuple[str, ...]) -> None:
         self.scratch = scratch
         self.names = names
-        # As `Struct` has it.
+        # A digest keeps symbols short: see `Struct`.
         digest = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
         super().__init__(f"Regions({scratch})_{digest}")
 
@@ -151,7 +150,7 @@ def _make_placer(layout: Scratch) -> Callable:
 
 
 def _make_counter(layout: Scratch) -> Callable:
-    """Make ``count_bytes(sizes)``, which counts those of all regions."""
+    """Make ``count_bytes(sizes)``: the bytes of all regions."""
     size = ELEMENTS[layout.dtype].size
 
     @intrinsic
@@ -168,10 +167,10 @@ def _make_counter(layout: Scratch) -> Callable:
 def make_kernel_with_scratch(
     body: Callable, layout: Scratch, argument_types: tuple[Any, ...]
 ) -> Kernel:
-    """Make the kernel that calls ``body(parameters, piece, memory)`` with the regions as
-    ``memory``.
+    """Make the kernel that calls ``body(parameters, piece, memory)`` with the regions as memory.
 
-    Where ``bytes`` is given, it only writes there how many it needs for a piece.
+    If its argument ``bytes`` is not null, the kernel only writes there how many bytes of scratch
+    memory the work item needs.
     """
     sizes_of, place, count_bytes = layout.sizes_of, _make_placer(layout), _make_counter(layout)
     compiled = njit(body)
@@ -188,12 +187,12 @@ def make_kernel_with_scratch(
 
 # -------------------------------------------------------------------------------------------- stack
 
-# Give functions of kernels memory on the stack.
+# Gives functions of kernels memory on the stack.
 
 
 @functools.cache
 def stack_memory(dtype: str, count: int) -> Callable:
-    """Make a function that returns a pointer to uninitialised memory of its caller."""
+    """Make a function that returns a pointer to uninitialised memory on its caller's stack."""
     pointer = Pointer(dtype)
 
     @intrinsic
@@ -213,7 +212,7 @@ def stack_memory(dtype: str, count: int) -> Callable:
 
 # -------------------------------------------------------------------------- parameters of launchers
 
-# Read the parameters that a launcher hands to a kernel: a C struct of fields of 8 bytes.
+# Reads the parameters that a launcher passes to a kernel: a C struct of fields of 8 bytes.
 
 
 class Struct(types.Type):
@@ -224,8 +223,8 @@ class Struct(types.Type):
 
     def __init__(self, name: str, fields: tuple[tuple[str, types.Type], ...]) -> None:
         self.fields = dict(fields)
-        # The name tells types apart and is part of every symbol: spelt out, the fields of
-        # attention's parameters would take kilobytes of each.
+        # The name identifies the type and is part of every symbol: spelt out, the fields of
+        # attention's parameters would add kilobytes to each.
         digest = hashlib.sha256(repr([(field, str(type_)) for field, type_ in fields]).encode())
         super().__init__(f"{name}_{digest.hexdigest()[:8]}")
 
@@ -260,7 +259,7 @@ def _load_field(context, builder, struct, value, name):
 
 @intrinsic(prefer_literal=True)
 def field(typing_context, struct, name):
-    """Read the field whose name is a constant of the kernel."""
+    """Read a field of a struct; its name must be a constant."""
 
     def generate(context, builder, signature, args):
         return _load_field(context, builder, struct, args[0], name.literal_value)
@@ -270,7 +269,7 @@ def field(typing_context, struct, name):
 
 @intrinsic(prefer_literal=True)
 def row_of(typing_context, struct, operand, batch, head, row):
-    """Return the pointer to the first element of a row of an operand, whose name is a constant.
+    """Return the pointer to the first element of an operand's row; its name must be a constant.
 
     The struct has the operand's pointer and its strides in elements, named after it: query,
     query_batch_stride, query_head_stride, query_row_stride.

@@ -1,19 +1,19 @@
-"""Arrays as a tile kernel sees them: where the data is, sizes and strides; and rows of them.
+"""Arrays as a tile kernel sees them: data pointer, sizes and strides; and their rows.
 
 The number of dimensions of a `View` is part of its type. Strides count elements.
 
     x.ndim, x.size, x.rows          the number of dimensions, of elements, and of rows
-    x.shape[d], x.strides[d]        of one dimension; d may be negative
+    x.shape[d], x.strides[d]        size and stride of one dimension; d may be negative
     x[i, j], x[i, j] = value        one element, with as many indices as dimensions
     x.flat[i], x.flat[i] = value    the i-th element, counted over all dimensions
-    x.row(i)                        a `Row`: rows are what the last dimension spans, counted over
-                                    all others; it is indexed, too
-    x.data                          the memory, for `language.load` and its like, at offsets that
-                                    follow from the strides
+    x.row(i)                        a `Row`, which can be indexed: rows span the last dimension, and
+                                    are counted over all others
+    x.data                          the memory, for `language.load` and similar functions, at
+                                    offsets computed from the strides
 
 With ``contiguous_rows=True`` the elements of a row are adjacent, and can be read as vectors. An
-element is read in the compute type (see elements.py), and a value is converted to it and rounded
-when it is written. items.py has what an index may be.
+element is read in the compute type (see foo_ops/kernels/simd/types.py); a value is converted to it
+and rounded when written. See foo_ops/kernels/lang/indexing.py for indices.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class View(types.Type):
     """A pointer to the C++ struct ``View``.
 
     Attributes:
-        dtype: of the elements.
+        dtype: the dtype of the elements.
         ndim: the number of dimensions.
         contiguous_rows: the elements of a row are adjacent.
-        is_checked: no element outside is read or written; see bounds.py.
-        argument: its name in the kernel, for messages; empty for one of several.
+        is_checked: no element outside is read or written: see foo_ops/kernels/simd/memory.py.
+        argument: the argument's name in the kernel, for messages; empty for a variable that may be
+            one of several arguments.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class View(types.Type):
         self.is_checked = is_checked
         self.argument = argument
         self.row = Row(dtype, contiguous_rows, is_checked)
-        # In what may have strides the i-th element is not i elements behind the first.
+        # With strides, the i-th element is not i elements after the first.
         self.memory = Row(dtype, True, is_checked, contiguous_rows and ndim <= 1)
         super().__init__(f"View({ndim}d, {self.row}, {argument})")
 
@@ -77,7 +78,7 @@ class View(types.Type):
         return View(self.dtype, self.ndim, self.contiguous_rows, self.is_checked)
 
     def unify(self, typing_context: Any, other: types.Type) -> View | None:
-        """Return the type of a variable that is one argument here and another there."""
+        """Return the type of a variable that may be either of two arguments."""
         return self.nameless() if is_alike(self, other) else None
 
     def can_convert_to(self, typing_context: Any, other: types.Type) -> Conversion | None:
@@ -93,7 +94,7 @@ def is_alike(view: View, other: types.Type) -> bool:
 
 
 class Flat(types.Type):
-    """The elements of a view, which are counted over all dimensions."""
+    """The elements of a view, counted over all dimensions."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -173,10 +174,10 @@ class _ViewAttributes(AttributeTemplate):
 
 
 def number_of(builder: ir.IRBuilder, numbers: ir.Value, position: int | ir.Value) -> ir.Value:
-    """Load one of the numbers that describe an array, which stay the same during a call.
+    """Load one of the numbers that describe an array, which do not change during a call.
 
-    LLVM has to be told so, or each element that is written might change them: a loop with
-    ``weight[i]`` would not be vectorised, and take 5 to 10 times as long.
+    The load is marked invariant; otherwise LLVM assumes that writing an element may change the
+    number: a loop with ``weight[i]`` would not be vectorised, and take 5 to 10 times as long.
     """
     index = INT64(position) if isinstance(position, int) else position
     number = builder.load(builder.gep(numbers, [index]))
@@ -217,7 +218,7 @@ def _get_attribute(context, builder, type_, view, name):
 
 
 def _memory(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) -> ir.Value:
-    """Return the whole memory of a tensor, from its first element to its last one."""
+    """Return the memory of a tensor, from its first element to its last one."""
     stop = INT64(1)
     for dimension in range(type_.ndim):
         size = number_of(builder, numbers_of(builder, view, SIZES), dimension)
@@ -233,7 +234,7 @@ def _memory(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) ->
 
 
 def _let_check(builder: ir.IRBuilder, row: Any, view: ir.Value, number: ir.Value) -> None:
-    """Give a row what a checked one needs."""
+    """Set the fields that a checked row needs."""
     row.first = INT64(0)
     row.view = builder.ptrtoint(view, INT64)
     row.number = number
@@ -243,7 +244,7 @@ def _let_check(builder: ir.IRBuilder, row: Any, view: ir.Value, number: ir.Value
 
 
 def index_type(type_: types.Integer) -> types.Type:
-    """Return the type that an index is converted to: a negative constant is known as such."""
+    """Return the type that an index is converted to: negative constants stay literals."""
     is_constant = isinstance(type_, types.IntegerLiteral)
     return type_ if is_constant and type_.literal_value < 0 else types.int64
 
@@ -251,22 +252,22 @@ def index_type(type_: types.Integer) -> types.Type:
 def from_start(
     builder: ir.IRBuilder, type_: types.Type, index: ir.Value, size: ir.Value
 ) -> ir.Value:
-    """Count a negative constant from the end; a variable is never."""
+    """Count a negative constant from the end; variables never count from the end."""
     return builder.add(index, size) if isinstance(type_, types.IntegerLiteral) else index
 
 
 def offset_of_number(
     builder: ir.IRBuilder, type_: View, view: ir.Value, number: ir.Value, dimensions: Sequence[int]
 ) -> ir.Value:
-    """Return the offset of what has a number, counted over some of the first dimensions."""
+    """Return the offset of the element or row ``number``, counted over the given dimensions."""
     offset, rest = INT64(0), number
     for dimension in reversed(dimensions):
         index = rest
-        # The first needs no division, which takes 10 ns.
+        # The first dimension needs no division, which takes 10 ns.
         if dimension > 0:
             size = number_of(builder, numbers_of(builder, view, SIZES), dimension)
             if type_.is_checked:
-                # There may be no element, but a number that is outside.
+                # An empty dimension must not divide by zero; the number is then outside.
                 is_empty = builder.icmp_signed("==", size, INT64(0))
                 size = builder.select(is_empty, INT64(1), size)
             index, rest = builder.srem(rest, size), builder.sdiv(rest, size)

@@ -1,18 +1,18 @@
-"""Matrix products of any size: output = left right^T + bias, as linear layers have them.
+"""Matrix products of any size for linear layers: output = left right^T + bias.
 
-The forward pass of a linear layer and both products of its backward pass are one kernel, which is
-told by strides how its matrices lie in memory::
+The forward pass of a linear layer and both products of its backward pass are one kernel; strides
+describe how its matrices lie in memory::
 
                   left            right           output
     forward       input           weight          input weight^T
     backward      grad_output     weight^T        grad_input
                   grad_output^T   input^T         grad_weight
 
-A launcher cuts the output into blocks, which threads compute on their own. A block is summed over
-sections of the depth. For each of them its rows of the left matrix are packed to scratch memory,
-and then its columns of the right matrix, panel by panel, in the order in which the product reads
-them (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). The second
-cache holds these and the sums, and meanwhile gets what is packed next::
+A launcher cuts the output into blocks, which threads compute independently. A block is summed over
+sections of the depth. For each section, the block's rows of the left matrix are packed to scratch
+memory, then its columns of the right matrix, panel by panel, in the order in which the product
+reads them (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). L2
+holds the packed matrices and the sums; meanwhile the data to pack next is prefetched into it::
 
                          right: panels of columns, packed step by step
                         +-------+-------+-------+
@@ -24,16 +24,15 @@ cache holds these and the sums, and meanwhile gets what is packed next::
         ...    |---> |  |       |       |       |    panel by panel
                +-----+  +-------+-------+-------+
 
-Few rows are another kernel, which reads the right matrix once, as it lies in memory. It serves few
-columns as well, with rows and columns exchanged.
+Another kernel computes few rows: it reads the right matrix once, as it lies in memory. It also
+computes few columns, with rows and columns exchanged.
 
-A right matrix of integers of 8 or 4 bits is read as it is for few rows, and becomes numbers while
-it is packed for more; the rest of both kernels is the same.
+A right matrix of 8-bit or 4-bit integers is read as stored for few rows, and converted to numbers
+by packing for more rows; the rest of both kernels is the same.
 
-Where the output is logits, of which a loss is computed, a block of them is taken into the
-statistics of its rows in scratch memory, or becomes a block of their gradients there:
-`cross_entropy` and `cross_entropy_gradient`.
+For a loss, a block of logits exists in scratch memory only: one kernel adds it to the statistics of
+its rows, another turns it into a block of gradients (foo_ops/kernels/linear/cross_entropy.py).
 """
 
-# Division of integers, in whatever kernel, is what it defines.
+# Defines integer division for all kernels.
 from foo_ops.kernels import lang  # noqa: F401

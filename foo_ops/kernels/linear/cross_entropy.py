@@ -1,4 +1,4 @@
-"""The cross-entropy of rows whose logits exist a block at a time, and its gradient."""
+"""Cross-entropy, and its gradient, of rows whose logits exist only a block at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 
 # -------------------------------------------------------------------------- parameters of launchers
 
-# What launchers hand to the kernels of foo::linear_cross_entropy.
+# The parameters that launchers pass to the kernels of foo::linear_cross_entropy.
 
 
 COUNTS = (
@@ -35,19 +35,20 @@ NUMBERS = ("softcap", "softcap_inverse", "label_smoothing", "grad_mean_share")
 def gradient_dtype(dtype: str) -> str:
     """The dtype in which gradients of logits enter products.
 
-    They may be smaller than the numbers of float16 are, whose products are of float32 anyway.
+    They may be too small for float16, whose products are computed in float32 anyway.
     """
     return dtype if dtype == "bfloat16" else compute_dtype(dtype)
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
-    """Parameters, a block, scratch memory, and where to write how much of it is needed."""
+    """Types of the parameters, the block, scratch memory and the pointer for its size."""
     return (_parameters(dtype), BLOCK, Pointer(compute_dtype(dtype)), Pointer("int64"))
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct CrossEntropy of foo_ops/csrc/ops/linear/cross_entropy.h. Strides are in
-    elements.
+    """The struct CrossEntropy of foo_ops/csrc/ops/linear/cross_entropy.h.
+
+    Strides are in elements.
     """
     number, pointer, sums = types.int64, Pointer(dtype), Pointer(compute_dtype(dtype))
     fields: list[tuple[str, types.Type]] = [(name, number) for name in COUNTS]
@@ -65,7 +66,7 @@ def _parameters(dtype: str) -> Struct:
 
 # ------------------------------------------------------------------------------------------- logits
 
-# Compute a block of logits, which are the sums of a product and a bias.
+# Computes a block of logits: a product plus a bias.
 
 
 @functools.cache
@@ -78,8 +79,8 @@ def make_scratch(dtype: str) -> Scratch:
 def make_logits(dtype: str) -> Callable:
     """Make ``compute_logits(parameters, block, memory)``.
 
-    It leaves the logits, without a soft cap, in ``memory.sums``: see
-    `foo_ops.kernels.linear.product.BlockSums`. They fill whole vectors.
+    The logits, before the soft cap, are left in ``memory.sums``, in whole vectors: see
+    `foo_ops.kernels.linear.product.BlockSums`.
     """
     sums, compute = make_block_sums(dtype), compute_dtype(dtype)
     compute_sums, panel_of_block, WIDTH = sums.compute, sums.panel_of_block, sums.width
@@ -113,12 +114,12 @@ def make_logits(dtype: str) -> Callable:
 
 # ------------------------------------------------------------------------------ statistics and loss
 
-# Compute the cross-entropy of rows whose logits exist a block at a time, in scratch memory.
+# Computes the cross-entropy of rows whose logits exist a block at a time, in scratch memory.
 #
-# A thread goes through blocks of a split, which is some of the classes, and keeps for each row the
-# maximum m of the logits so far and the sum of exp(x - m): a block with a larger maximum m' turns
-# it into sum * exp(m - m') plus its own share (Milakov and Gimelshein 2018, algorithm 3). Another
-# kernel merges the splits of each row.
+# A thread goes through the blocks of a split (some of the classes), and keeps for each row the
+# maximum m of the logits so far and the sum of exp(x - m). A block with a larger maximum m' turns
+# the sum into sum * exp(m - m') plus the block's own sum (Milakov and Gimelshein 2018,
+# algorithm 3). Another kernel merges the splits of each row.
 
 
 LOG2E = 1.0 / math.log(2.0)
@@ -126,16 +127,16 @@ LOG2E = 1.0 / math.log(2.0)
 
 @functools.cache
 def make_row_sums(dtype: str) -> tuple[Callable, ...]:
-    """Make what looks at a row of a block, whose panels are ``panel`` elements apart.
+    """Make the functions that reduce a row of a block, whose panels are ``panel`` elements apart.
 
-    Each takes ``(line, panel, columns)``. Behind the columns, vectors are filled up with -infinity.
+    Each takes ``(line, panel, columns)``. After the columns, vectors are padded with -infinity.
     """
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     WIDTH = make_block_sums(dtype).width
 
     @njit
     def largest_of_row(line, panel, columns):
-        """Return the maximum, or any number where there is a NaN."""
+        """Return the maximum; with a NaN in the row, the result is arbitrary."""
         result = splat(compute(-math.inf), LANES)
         for start in range(0, columns, WIDTH):
             place = shift(line, start // WIDTH * panel)
@@ -145,7 +146,7 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
 
     @njit
     def leave_exponentials(line, panel, columns, base):
-        """Write exp(x - base) in the place of each x, and return their sum."""
+        """Replace each x by exp(x - base), and return the sum."""
         result, base_of_lanes = splat(compute(0.0), LANES), splat(base, LANES)
         factor = splat(compute(LOG2E), LANES)
         for start in range(0, columns, WIDTH):
@@ -158,7 +159,7 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
 
     @njit
     def sum_of_differences(line, panel, columns, base):
-        """Return the sum of the logits less ``base``, which keeps the digits of large ones."""
+        """Return the sum of ``logit - base``; the difference keeps precision for large logits."""
         result = compute(0.0)
         for start in range(0, columns, WIDTH):
             place = shift(line, start // WIDTH * panel)
@@ -168,7 +169,7 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
 
     @njit
     def one_or_nan(line, panel, columns):
-        """Return 1, the sum of a row with an infinite maximum, or NaN where there is one."""
+        """Return 1, the sum of a row with an infinite maximum, or NaN if the row has a NaN."""
         result = compute(1.0)
         for start in range(0, columns, WIDTH):
             place = shift(line, start // WIDTH * panel)
@@ -183,7 +184,7 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
 
 @functools.cache
 def make_base(dtype: str) -> Callable:
-    """Make ``base_of(largest)``: what exponents are less, a number also where nothing was seen."""
+    """Make ``base_of(largest)``: the base to subtract from logits; 0 if no logit was seen yet."""
     compute = ELEMENTS[dtype].compute
 
     @njit
@@ -194,7 +195,7 @@ def make_base(dtype: str) -> Callable:
 
 
 def make_statistics_kernel(dtype: str) -> Kernel:
-    """Make the kernel that takes a block into maximum and sums of its rows, in one split."""
+    """Make the kernel that adds a block's logits to its rows' maxima and sums in one split."""
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     sums, compute_logits, layout = make_block_sums(dtype), make_logits(dtype), make_scratch(dtype)
     panel_of_block, WIDTH = sums.panel_of_block, sums.width
@@ -218,9 +219,9 @@ def make_statistics_kernel(dtype: str) -> Kernel:
 
     @njit
     def add_to_sums(parameters, line, panel, columns, index, seen):
-        """Take a row's logits into the statistics of its split, which has seen some columns.
+        """Add a row's logits to the statistics of its split, which has seen ``seen`` columns.
 
-        It leaves their exponentials, and returns the maximum so far, which is their base.
+        It replaces the logits by their exponentials, and returns the maximum so far, their base.
         """
         before, total, plain = compute(-math.inf), compute(0.0), compute(0.0)
         if seen > 0:
@@ -265,7 +266,7 @@ def make_statistics_kernel(dtype: str) -> Kernel:
             fill_up(line, panel, columns)
             label = load(parameters.target, row) - block.column_start
             if 0 <= label < columns:
-                # The logit of the target waits where the loss will be.
+                # The loss's memory holds the target's logit until the loss is computed.
                 value = load(shift(line, label // WIDTH * panel), label % WIDTH)
                 store(parameters.loss, row, value)
             index = split * parameters.rows + row
@@ -277,7 +278,7 @@ def make_statistics_kernel(dtype: str) -> Kernel:
 
 
 def make_loss_kernel(dtype: str) -> Kernel:
-    """Make the kernel that merges the splits of each row of a block to its loss and logsumexp."""
+    """Make the kernel that merges the splits of each row to its loss and logsumexp."""
     compute, base_of = ELEMENTS[dtype].compute, make_base(dtype)
 
     @njit
@@ -299,7 +300,7 @@ def make_loss_kernel(dtype: str) -> Kernel:
             index = start // parameters.split_columns * parameters.rows + row
             own = load(parameters.largest, index)
             share = load(parameters.total, index)
-            # Infinities have no difference.
+            # The difference of equal infinities is NaN.
             total += share if own == largest else share * exp(own - largest)
             if parameters.label_smoothing != 0.0:
                 count = min(parameters.split_columns, parameters.columns - start)
@@ -314,10 +315,10 @@ def make_loss_kernel(dtype: str) -> Kernel:
             store(parameters.logsumexp, row, largest + rest)
             loss = compute(0.0)
             if load(parameters.target, row) != parameters.ignore_index:
-                # Differences come first: beside a large logit nothing is left of the logarithm.
+                # Subtract the logits first: a large logit would swallow the logarithm.
                 difference = largest - load(parameters.loss, row)
                 if largest == compute(math.inf):
-                    # As in softmax: beside an infinite logit nothing has a probability.
+                    # As in softmax, an infinite logit leaves no probabilities: the loss is NaN.
                     rest = compute(math.nan)
                 loss = rest + (compute(1.0) - smoothing) * difference
                 if parameters.label_smoothing != 0.0:
@@ -330,16 +331,17 @@ def make_loss_kernel(dtype: str) -> Kernel:
 
 # --------------------------------------------------------------------------- gradient of the logits
 
-# Compute a block of the gradients of logits, from the logsumexp of each row.
+# Computes a block of the gradients of logits, from the logsumexp of each row.
 #
-# The logits are computed anew, or their exponentials were kept.
+# The logits are recomputed, unless their exponentials were kept.
 
 
 def make_gradient_kernel(dtype: str) -> Kernel:
-    """Make the kernel for softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target,
-    smoothed), times the derivative of a soft cap.
+    """Make the kernel that computes the gradients of logits.
 
-    A loss that is not ignored has its share of the gradient of the mean, too.
+    They are softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed), times the
+    derivative of a soft cap. Each loss that is not ignored also has its share of the gradient of
+    the mean.
     """
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     sums, compute_logits, layout = make_block_sums(dtype), make_logits(dtype), make_scratch(dtype)
@@ -373,7 +375,7 @@ def make_gradient_kernel(dtype: str) -> Kernel:
 
     @njit
     def load_exponentials(parameters, block, memory):
-        """Bring what was kept of a block to where its logits would be."""
+        """Copy a block's kept exponentials to the place of its logits."""
         panel, columns = panel_of_block(parameters, block), block.column_stop - block.column_start
         for row in range(block.row_start, block.row_stop):
             place = shift(parameters.exponentials, row * parameters.columns + block.column_start)
@@ -386,20 +388,20 @@ def make_gradient_kernel(dtype: str) -> Kernel:
 
     @njit
     def share_of_kept(parameters, block, row, logsumexp):
-        """Return what turns the exponentials of a row into probabilities."""
+        """Return the factor that turns the exponentials of a row into probabilities."""
         index = block.column_start // parameters.block_columns * parameters.kept_rows + row
         base = load(parameters.bases, index)
         return exp(base - logsumexp)
 
     @njit
     def base_of(parameters, row):
-        """Return the logsumexp of a row, or NaN where infinite logits have no probabilities."""
+        """Return the logsumexp of a row, or NaN if it is infinite: no probabilities exist then."""
         result = load(parameters.logsumexp, row)
         return compute(math.nan) if result == compute(math.inf) else result
 
     @njit
     def slopes(parameters, row, label):
-        """Return the gradients of a row's loss and of its logsumexp through all ways."""
+        """Return the gradients of a row's loss, and of its logsumexp through both outputs."""
         of_loss, of_logsumexp = compute(0.0), compute(0.0)
         if label != parameters.ignore_index:
             of_loss = compute(parameters.grad_mean_share)

@@ -1,4 +1,4 @@
-"""Compute a block of a product of few rows: all of them, with some of the columns.
+"""Compute a block of a product of few rows: all rows, and some of the columns.
 
 The right matrix, whose steps are adjacent, is read once, as it lies in memory: vectors lie along
 the steps, and a sum's lanes are added up at the end.
@@ -31,22 +31,22 @@ from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_
 from foo_ops.kernels.simd.transpose import make_copy_row, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
-# Columns that are read at a time for one row, in the order of memory, while the next ones are
-# brought to a cache (`fetches_to_first`). To the first they are brought only where their numbers
-# are converted: where not, these processors themselves look far enough ahead. GB/s of weights that
-# one thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
+# Columns read at a time for one row, in the order of memory, while the next ones are prefetched
+# into L1 or L2 (`fetches_to_first`). Processors that fetch to L1 need prefetching only if numbers
+# are converted; otherwise their own prefetchers look far enough ahead. GB/s of weights that one
+# thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
 #
 #                        Zen 5                 Zen 3                      Zen 4
 #                        float bfloat float    float bfloat float int8    float bfloat float int8
 #                           32     16    16       32     16    16            32     16    16
-#     4, to the first       32     32    29       16     15    14   14              18    15   13
-#     4, to the second                                                       21     22    19   23
+#     4, to L1              32     32    29       16     15    14   14              18    15   13
+#     4, to L2                                                               21     22    19   23
 #     4, not                35     34    23       20     17    15   11       20     18    15   13
-#     8, to the first       31     32    28
-#     8, to the second                                                       20     21    19   23
+#     8, to L1              31     32    28
+#     8, to L2                                                               20     21    19   23
 #     8, not                                                                 21     21    21   16
 COLUMNS_OF_ROW = 4
-# Rows that are multiplied at a time, and so many that are multiplied one by one.
+# Rows multiplied at a time, and the largest number of rows that are multiplied one by one.
 MOST_OF_GROUP, MOST_ONE_BY_ONE = 4, 2
 
 
@@ -55,16 +55,17 @@ class Tiles:
     """Register tiles of few rows, which read the right matrix as it is stored.
 
     Attributes:
-        left: the dtype in which rows of the left matrix are copied.
-        row_size: ``row_size(depth)`` is how many elements each of these rows has.
-        copy_row: ``copy_row(target, source, stride, depth, row_size)`` fills it.
-        arguments: the types of the kernel's.
+        left: the dtype of the copied rows of the left matrix.
+        row_size: ``row_size(depth)``: the number of elements of a copied row.
+        copy_row: ``copy_row(target, source, stride, depth, row_size)`` copies a row.
+        arguments: the types of the kernel's arguments.
         make_tile: ``make_tile(ROWS, COLUMNS)`` makes ``tile(product, right, memory, sums, width,
             left, depth, column)``, which stores the sums of adjacent columns of ``right``.
-        columns_of_row: how many columns are multiplied by one row at a time.
-        columns_of_group: how many columns are multiplied by several rows at a time.
+        columns_of_row: the number of columns multiplied by one row at a time.
+        columns_of_group: the number of columns multiplied by several rows at a time.
         regions: ``regions(depth)`` describes the scratch memory of a tile.
-        scale_sums: ``scale_sums(product, block, memory, width, panel)``, before they are written.
+        scale_sums: ``scale_sums(product, block, memory, width, panel)`` runs before the sums are
+            written.
     """
 
     left: str
@@ -80,9 +81,9 @@ class Tiles:
 
 @functools.cache
 def make_tiles_ahead() -> Callable:
-    """Make ``tiles_ahead(tile_bytes)``: which of the next tiles is to be brought to a cache.
+    """Make ``tiles_ahead(tile_bytes)``: how many tiles ahead to prefetch.
 
-    A tile of short columns is read before memory answers.
+    With short columns it is several: one tile is read faster than memory answers.
     """
     BYTES_AHEAD = bytes_ahead()
 
@@ -94,9 +95,9 @@ def make_tiles_ahead() -> Callable:
 
 
 def make_stored_tiles(dtype: str) -> Tiles:
-    """Make the tiles of a right matrix of the left one's dtype."""
+    """Make the tiles of a right matrix that has the left matrix's dtype."""
     in_products = vector_product_dtype(dtype)
-    # Numbers that products do not take as they are stored are converted where they are loaded.
+    # Numbers that products do not take as stored are converted when loaded.
     left, loaded = (dtype, PAIRS) if in_products == PAIRS else (compute_dtype(dtype), dtype)
     return make_element_tiles(left, dtype, loaded, argument_types(dtype), leave_sums)
 
@@ -104,7 +105,7 @@ def make_stored_tiles(dtype: str) -> Tiles:
 def make_element_tiles(
     left: str, stored: str, loaded: str, arguments: tuple[Any, ...], scale_sums: Callable
 ) -> Tiles:
-    """Make the tiles of a right matrix of dtype ``stored``, which is loaded as dtype ``loaded``."""
+    """Make the tiles of a right matrix of dtype ``stored``, loaded as dtype ``loaded``."""
     compute, STEP = compute_dtype(left), step_of(loaded)
     LANES = lanes_of(compute)
     VECTOR, SIZE = LANES * STEP, ELEMENTS[stored].size
@@ -158,26 +159,26 @@ def make_element_tiles(
 
 
 def columns_of_row(converts: bool) -> int:
-    """Return how many columns are read at a time for one row.
+    """Return the number of columns read at a time for one row.
 
-    Where numbers are converted and fetched to the second cache, a thread of a Zen 4 waits less with
-    8: of float16, from memory in turns with 4, it reads 1.13 times as fast and two threads 1.06,
-    and of int8 as fast.
+    If numbers are converted and prefetched into L2, 8 columns are faster than 4 on a Zen 4: for
+    float16 from memory, measured in turns, one thread reads 1.13 times and two threads 1.06 times
+    as fast; int8 as fast.
     """
     is_twice = converts and not fetches_to_first() and vector_registers() == 32
     return 2 * COLUMNS_OF_ROW if is_twice else COLUMNS_OF_ROW
 
 
 def columns_of_sums(lanes: int) -> int:
-    """Return for how many columns a group's sums fill a vector, in which they are added up."""
+    """Return the number of columns whose sums, for a group, fill the vector that adds them up."""
     return lanes // min(MOST_OF_GROUP, lanes)
 
 
 def columns_of_group(lanes: int, converts: bool) -> int:
-    """Return for how many columns a group's sums fill registers.
+    """Return the number of columns whose sums, for a group, fill the registers.
 
-    The rows, which may exceed the first cache, are read once for them. For 4 rows of 4096 a thread
-    reads weights, in GB/s,
+    The rows, which may exceed L1, are read once for these columns. Weights that a thread reads for
+    4 rows of 4096, in GB/s:
 
                               Zen 3 (16 registers)    Zen 4 (32)
         sums                  float32    float64      float32    bfloat16    float16
@@ -185,8 +186,8 @@ def columns_of_group(lanes: int, converts: bool) -> int:
         of 3 columns             15.1       16.2
         of 6 columns                                       18          17         22
 
-    Where numbers are converted the Zen 3 reads no faster for 3 columns, and for 6 there may be no
-    room for the next in the first cache.
+    If numbers are converted, the Zen 3 reads no faster with 3 columns, and with 6 the prefetched
+    columns may not fit L1.
     """
     if vector_registers() == 16:
         return columns_of_sums(lanes) if converts else min(3, lanes)
@@ -196,8 +197,10 @@ def columns_of_group(lanes: int, converts: bool) -> int:
 def make_few_rows_kernel(
     dtype: str, make_tiles: Callable[[str], Tiles] = make_stored_tiles, *, finish: str = NOTHING
 ) -> Kernel:
-    """Make the kernel that `foo_ops.kernels.linear.product.make_product_kernel` makes, for few
-    rows. The weights of a gate must be the right matrices.
+    """Make the kernel of a product of few rows.
+
+    It computes the same as `foo_ops.kernels.linear.product.make_product_kernel`. The weights of a
+    gate must be the right matrices.
     """
     compute, tiles = compute_dtype(dtype), make_tiles(dtype)
     LANES, row_size = lanes_of(compute), tiles.row_size
@@ -223,7 +226,7 @@ def make_few_rows_kernel(
         }
 
     def make_row_of_tiles(ROWS: int, COLUMNS: int) -> Callable:
-        """Make what returns the column behind the last that is a part of a tile."""
+        """Make the loop over whole tiles of columns, which returns the first column left over."""
         tile = tiles.make_tile(ROWS, COLUMNS)
 
         @njit
@@ -231,7 +234,7 @@ def make_few_rows_kernel(
             count = (block.column_stop - block.column_start - start) // COLUMNS
             stop = start + count * COLUMNS
             for column in range(start, stop, COLUMNS):
-                # All rows in turn, while the columns are in the caches.
+                # All rows, while the columns are in the caches.
                 for row in range(0, rows, ROWS):
                     tile(
                         product, right, memory, shift(sums, row * width + column), width,
@@ -265,7 +268,7 @@ def make_few_rows_kernel(
         rows, width, depth = sizes_of_block(product, block)
         last, left = block.row_stop - block.row_start - 1, as_left(address_of(memory.left))
         for row in range(rows):
-            # Rows that fill up a group are copies of the last one.
+            # A group is filled up with copies of the last row.
             place = (block.row_start + min(row, last)) * product.left_row_stride
             copy_row(
                 shift(left, row * depth), shift(product.left, place), product.left_step_stride,

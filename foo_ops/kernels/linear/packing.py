@@ -1,6 +1,6 @@
 """Pack rows of the left matrix and columns of the right one in the order a product reads them.
 
-Of both matrices either the steps are adjacent in memory, or the rows (columns) are. A step of
+In each matrix either the steps are adjacent in memory, or the rows (columns) are. A step of
 bfloat16 may be a pair: see foo_ops/kernels/products/operands.py.
 """
 
@@ -33,13 +33,13 @@ from foo_ops.kernels.simd.transpose import (
 )
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
-# Rows of the left matrix that are whole pages apart share their places in the nearest cache: they
-# are copied, also where the product could read them as they lie in memory.
+# Rows of the left matrix at a distance of whole pages share few sets of L1. They are copied even
+# if the product could read them in place.
 PAGE_BYTES = 4096
 
 
 def on_matrix_unit(dtype: str) -> bool:
-    """Whether products are of a matrix unit. Only bfloat16 is multiplied there as it is."""
+    """Whether a matrix unit computes products; it multiplies only bfloat16 without splitting."""
     return limbs_of(dtype) == 1
 
 
@@ -51,9 +51,9 @@ def in_pairs(dtype: str) -> bool:
 def make_left_packer(dtype: str, BAND: int) -> Callable:
     """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
 
-    It packs ``count`` elements of each row, and returns the left matrix of a product, which is the
-    source where that is as good: a pointer, how far bands of ``BAND`` rows are apart, and the
-    strides of a row and of a step, or of a group of steps for a matrix unit.
+    It packs ``count`` elements of each row, or leaves the source where that is as fast. It returns
+    the left matrix of a product: a pointer, the distance of bands of ``BAND`` rows, and the strides
+    of a row and of a step (for a matrix unit, of a group of steps).
     """
     if in_pairs(dtype):
         return _make_left_packer_of_pairs(BAND)
@@ -80,15 +80,15 @@ def make_left_packer(dtype: str, BAND: int) -> Callable:
 
 
 def behind_bands(compute: str, BAND: int) -> int:
-    """Return how many elements vectors write behind the last piece of a band."""
+    """Return the number of elements that vectors write beyond a piece of a band."""
     return -BAND % lanes_of(compute)
 
 
 def _make_band_copy(compute: str, BAND: int) -> Callable:
-    """Make ``copy_bands(target, line, rows, distance)``: pieces of ``BAND`` elements of a line.
+    """Make ``copy_bands(target, line, rows, distance)``: copy a line in pieces of ``BAND``.
 
-    A vector that is longer than a piece writes over what lies behind it: the piece of the next
-    step, which is written later.
+    Vectors write beyond the end of a piece, into the piece of the next step, which is written
+    later.
     """
     LANES, copy_row = lanes_of(compute), make_copy_row(compute)
     COVERED = BAND + behind_bands(compute, BAND)
@@ -113,7 +113,7 @@ def _make_band_copy(compute: str, BAND: int) -> Callable:
 def make_right_packer(dtype: str, WIDTH: int) -> Callable:
     """Make ``pack_right(target, distance, source, column_stride, step_stride, columns, count)``.
 
-    It packs panels of ``WIDTH`` columns, which lie ``distance`` apart, with zeros up to whole
+    It packs panels of ``WIDTH`` columns at a distance of ``distance``, padded with zeros to whole
     vectors of columns.
     """
     if in_pairs(dtype):
@@ -140,8 +140,8 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
 
     @njit
     def copy_panel(target, source, step_stride, columns, count):
-        # A Zen 3 takes 0.9 of the time for the gradient of the input of 256 rows and more if whole
-        # panels are not counted column by column.
+        # The constant WIDTH for whole panels takes 0.9 of the time on a Zen 3, for the gradient of
+        # an input of 256 rows and more.
         if columns == WIDTH:
             for step in range(count):
                 place, line = shift(target, step * WIDTH), shift(source, step * step_stride)
@@ -169,7 +169,7 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
 def make_share_prefetcher(dtype: str) -> Callable:
     """Make ``prefetch_share(source, row_stride, step_stride, rows, steps, share, shares)``.
 
-    It begins to bring one of so many equal shares of rows, or of columns, to the second cache.
+    It prefetches one of ``shares`` equal parts of the rows, or columns, into L2.
     """
     LINE = 64 // ELEMENTS[dtype].size
 
@@ -194,7 +194,7 @@ LANES_OF_PAIRS = functools.partial(lanes_of, "float32")
 def _make_pair_mover() -> Callable:
     """Make ``move(target, index, source, stride, step, count)``: the pair of a step and the next.
 
-    Behind the last of ``count`` steps come zeros.
+    Steps from ``count`` on are zeros.
     """
     as_halves = pointer_to("uint16")
 
@@ -208,8 +208,10 @@ def _make_pair_mover() -> Callable:
 
 
 def _make_left_packer_of_pairs(BAND: int) -> Callable:
-    """Make the packer, which puts the steps of a row one after the other: for a matrix unit a group
-    of steps of all rows, and then the next, with zeros up to whole groups and tiles of rows.
+    """Make the left packer for pairs, in which the steps of a row are adjacent.
+
+    For a matrix unit, a group of steps of all rows lies before the next group, padded with zeros to
+    whole groups and tiles of rows.
     """
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
     on_unit = on_matrix_unit("bfloat16")
@@ -254,7 +256,7 @@ def _make_left_packer_of_pairs(BAND: int) -> Callable:
 def _make_step_interleaver() -> Callable:
     """Make ``interleave_steps(target, source, step_stride, elements, count)``.
 
-    The target gets the pairs of two steps, of which the second is zeros where ``count`` is 1.
+    The target receives the pairs of two steps; the second step is zeros if ``count`` is 1.
     """
     LANES, move = LANES_OF_PAIRS(), _make_pair_mover()
 
@@ -278,7 +280,7 @@ def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
 
     @njit
     def fill_with_zeros(target, columns, steps):
-        """Fill up vectors and groups, which take part whole."""
+        """Pad with zeros to whole vectors of columns and groups of steps."""
         for step in range(round_up(steps, STEPS)):
             for column in range(columns if step < steps else 0, round_up(columns, COLUMNS)):
                 store(target, step * WIDTH + column, 0)

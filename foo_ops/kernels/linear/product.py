@@ -1,4 +1,4 @@
-"""Products of any number of rows: parameters, sums, and what becomes of them."""
+"""Products of any number of rows: parameters, sums and epilogues."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 
 # ---------------------------------------------------------------------------- activations and gates
 
-# What becomes of the sums of a linear layer before they are rounded: activations and gates.
+# Epilogues of a linear layer, applied to its sums before rounding: activations and gates.
 
 
 NOTHING = "nothing"
 GATE = "silu_mul"
-"""The silu of one product, times another one of the same input."""
+"""The silu of one product, times another product of the same input."""
 
 
 def parts_of(finish: str) -> int:
-    """Return how many products a result is made of."""
+    """Return the number of products that a result is computed from."""
     return 2 if finish == GATE else 1
 
 
 @functools.cache
 def make_finish(compute: str, finish: str) -> Callable:
-    """Make ``finish(value, other)`` for vectors; ``other`` counts for a gate only.
+    """Make ``finish(value, other)`` for vectors; only a gate uses ``other``.
 
-    gelu is Hendrycks and Gimpel 2016, in its exact form and in that with tanh; silu is x / (1 +
-    exp(-x)).
+    gelu is Hendrycks and Gimpel 2016, exact or with tanh; silu is x / (1 + exp(-x)).
     """
     return {
         NOTHING: _nothing,
@@ -66,7 +65,7 @@ def make_finish(compute: str, finish: str) -> Callable:
 
 
 def _make_constant(compute: str) -> Callable:
-    """Make ``constant(number)``, a vector of it."""
+    """Make ``constant(number)``: a vector with the number in all lanes."""
     LANES, type_ = lanes_of(compute), ELEMENTS[compute].compute
 
     @njit
@@ -137,7 +136,7 @@ def _make_gelu_tanh(compute: str) -> Callable:
 
 # -------------------------------------------------------------------------- parameters of launchers
 
-# What launchers hand to the kernels of linear layers: a product, and a block of its output.
+# Launchers pass the kernels of linear layers a product and a block of its output.
 
 
 BLOCK_FIELDS = ("row_start", "row_stop", "column_start", "column_stop")
@@ -146,13 +145,13 @@ BLOCK = Struct("ProductBlock", tuple((name, types.int64) for name in BLOCK_FIELD
 
 
 def argument_types(dtype: str, output_dtype: str | None = None) -> tuple[Any, ...]:
-    """A product, a block, scratch memory, and where to write how much of it is needed."""
+    """Types of the product, the block, scratch memory and the pointer for its size."""
     fields = _product_fields(dtype, dtype, output_dtype or dtype)
     return _arguments(dtype, Struct("Product", fields))
 
 
 def quantized_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
-    """The same, with a right matrix of integers.
+    """Like `argument_types`, with a right matrix of integers.
 
     The struct is QuantizedProduct of foo_ops/csrc/ops/linear/quantized.h.
     """
@@ -188,16 +187,17 @@ def _product_fields(
 
 # ------------------------------------------------------------------------------- results of a block
 
-# Add the bias, or what the output held, to the sums of a block, finish them, and round once.
+# Adds the bias to a block's sums, applies the epilogue, adds the output's previous values, and
+# rounds once.
 
 
 @njit
 def leave_sums(product, block, memory, width, panel):
-    """Stand for the scaling of sums that need none."""
+    """Does nothing, where sums need no scaling."""
 
 
 def describe_lines(compute: str, finish: str) -> dict[str, int]:
-    """Describe the scratch memory in which a writer transposes sums, and that of a line's end."""
+    """Describe a writer's scratch memory: a square to transpose sums, and a line's last vector."""
     LANES = lanes_of(compute)
     return {"square": parts_of(finish) * LANES * LANES, "rest": LANES}
 
@@ -206,9 +206,9 @@ def describe_lines(compute: str, finish: str) -> dict[str, int]:
 def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callable:
     """Make ``write(product, block, memory, sums, width, panel, part)``.
 
-    ``sums`` are panels of ``width`` columns, which are ``panel`` elements after one another; those
-    of a second product are ``part`` elements behind. If it ``adds``, what the output held, in the
-    compute type, is added to them.
+    ``sums`` are panels of ``width`` columns at a distance of ``panel`` elements; the sums of a
+    second product follow at a distance of ``part`` elements. With ``adds``, the output has the
+    compute type, and its previous values are added.
     """
     compute = compute_dtype(dtype)
     LANES, PARTS, finished = lanes_of(compute), parts_of(finish), make_finish(compute, finish)
@@ -300,8 +300,8 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
 def make_finish_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel:
     """Make the kernel that writes a block of an output from the sums of another kernel.
 
-    The product's left matrix are those sums, of this block alone, and behind them the sums of the
-    second product of a gate. They have the output's dtype.
+    The product's left matrix holds those sums, of this block only, followed by the sums of a gate's
+    second product. They have the output's dtype.
     """
     write = make_writer(dtype, finish)
     LANES = lanes_of(dtype)
@@ -323,35 +323,36 @@ def make_finish_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel:
 
 # --------------------------------------------------------------------------------------- the kernel
 
-# Compute a block of a product, of any number of rows.
+# Computes a block of a product, of any number of rows.
 
 
-# Steps that are summed over at a time: so many that a panel of columns stays in the nearest cache.
+# Steps summed over at a time: as many as keep a panel of columns in L1.
 STEPS_ON_UNIT = 256
 
 
 def steps_on_vectors() -> int:
-    """Return as much for vectors, whose panels are narrower where there are 16 registers.
+    """Return the steps summed over at a time on vectors.
 
-    There a Zen 3 takes 0.85 of the time for the gradient of a weight of 256 rows, all of which are
-    one section with 256 steps.
+    With 16 registers panels are narrower: 256 steps make the 256 rows of a weight's gradient one
+    section, which takes 0.85 of the time on a Zen 3.
     """
     return 256 if vector_registers() == 16 else 192
 
 
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """Panels of columns of the right matrix, or of those of a gate.
+    """Panels of columns of the right matrix, or of both right matrices of a gate.
 
     Attributes:
-        arguments: the types of the kernel's.
-        pack: ``pack(product, part, memory, start, column, columns, count, distance)`` packs panels
-            of columns from ``column`` on, and of ``count`` steps from ``start`` on, to places that
-            are ``distance`` apart.
-        prefetch: ``prefetch(product, part, start, column, columns, count, share, shares)`` begins
-            to bring a share of what is packed to the second cache.
+        arguments: the types of the kernel's arguments.
+        pack: ``pack(product, part, memory, start, column, columns, count, distance)`` packs
+            panels of columns from ``column`` on, with ``count`` steps from ``start`` on, at a
+            distance of ``distance``.
+        prefetch: ``prefetch(product, part, start, column, columns, count, share, shares)``
+            prefetches one of ``shares`` equal parts of such a panel into L2.
         regions: the scratch memory of packing.
-        scale_sums: ``scale_sums(product, block, memory, width, panel)``, before they are written.
+        scale_sums: ``scale_sums(product, block, memory, width, panel)`` runs before the sums are
+            written.
     """
 
     arguments: tuple[Any, ...]
@@ -362,7 +363,7 @@ class Panels:
 
 
 def make_stored_panels(dtype: str, WIDTH: int, SECTION: int, finish: str = NOTHING) -> Panels:
-    """Make the panels of a right matrix of the left one's dtype."""
+    """Make the panels of a right matrix that has the left matrix's dtype."""
     pack_right, prefetch_share = make_right_packer(dtype, WIDTH), make_share_prefetcher(dtype)
     right_of = _second_right if finish == GATE else _only_right
 
@@ -410,21 +411,21 @@ def _second_right(product, part):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSums:
-    """How kernels compute the sums of a block, which they then do something with.
+    """Functions and sizes with which kernels compute the sums of a block.
 
     Attributes:
-        compute: ``compute(product, block, memory)`` leaves them in ``memory.sums``, in the compute
-            type, in panels of ``width`` columns. A product is a struct with the fields that the
-            factors have in `foo_ops.kernels.linear.product`.
-        may_store: ``may_store(product, block)``: whether these may be the output itself, where
-            it is of the compute type and they are neither scaled nor finished.
+        compute: ``compute(product, block, memory)`` leaves the sums in ``memory.sums``, in the
+            compute type, in panels of ``width`` columns. A product is a struct with the fields of
+            the factors in `foo_ops.kernels.linear.product`.
+        may_store: ``may_store(product, block)``: whether the sums can be computed in the output
+            itself, if it has the compute type, and they are neither scaled nor finished.
         store: ``store(product, block, memory)`` then computes them there.
-        panel_of_block: ``panel_of_block(product, block)``: how far panels are apart.
-        part_of_block: ``part_of_block(product, block)``: how far the sums of two products are.
-        width: that of a panel.
-        sizes_of_block: what the regions depend on.
-        describe: the regions of scratch memory that it needs, and one for a bias: see `Scratch`.
-        arguments: the types of a kernel's that writes them.
+        panel_of_block: ``panel_of_block(product, block)``: the distance of panels.
+        part_of_block: ``part_of_block(product, block)``: the distance of two products' sums.
+        width: a panel's number of columns.
+        sizes_of_block: returns the sizes that the regions depend on.
+        describe: the regions of scratch memory, including one for a bias: see `Scratch`.
+        arguments: the argument types of a kernel that writes the sums.
     """
 
     compute: Callable
@@ -445,21 +446,21 @@ def make_block_sums(
     finish: str = NOTHING,
     multiple: int = 1,
 ) -> BlockSums:
-    """Make it for sections of the depth that are multiples of so many steps."""
+    """Make the block sums for sections of the depth that are multiples of ``multiple`` steps."""
     compute, on_unit = compute_dtype(dtype), on_matrix_unit(dtype)
     in_products = PAIRS if in_pairs(dtype) else compute
     LANES, STEP = lanes_of(compute), step_of(in_products)
     WIDTH = TILE_MULTIPLE if on_unit else tall_shape()[1] * LANES
     STEPS = (STEPS_ON_UNIT if on_unit else steps_on_vectors()) // multiple * multiple
     SECTION = STEPS * STEP
-    # What a product takes rows, columns and steps in multiples of.
+    # Multiples of rows, columns and steps that a product needs.
     ROW_MULTIPLE, MULTIPLE, STEP_MULTIPLE = (
         (TILE_MULTIPLE, GROUP, GROUP) if on_unit else (1, LANES, 1)
     )
-    # Panels that are packed at a time. A matrix unit waits for memory: where columns are adjacent,
-    # it reads longer runs of them. On vectors a panel that was packed is still in the first cache.
+    # Panels packed at a time. A matrix unit is limited by memory: several panels make longer runs
+    # of adjacent columns. On vectors, a single packed panel is still in L1.
     PANELS = 4 if on_unit else 1
-    # Rows that are multiplied between two shares of prefetching.
+    # Rows multiplied between two shares of prefetching.
     BAND = TILE_MULTIPLE if on_unit else tall_shape()[0]
     PARTS, left_of = parts_of(finish), _second_left if finish == GATE else _only_left
     products = make_amx_products(1) if on_unit else make_vector_products(dtype, make_tall_matmul)
@@ -505,7 +506,7 @@ def make_block_sums(
 
     @njit
     def prefetch_next(product, block, part, start, column, share, shares):
-        """Begin to bring a share of what is packed next to the second cache."""
+        """Prefetch a share of the data that is packed next into L2."""
         rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
         next_part, next_start, next_column = part, start, column + WIDTH
         if next_column >= columns:
@@ -527,12 +528,12 @@ def make_block_sums(
 
     @njit
     def multiply(product, block, sums, stride, left, right, part, start, column, steps):
-        """Multiply bands of rows by a packed panel. Meanwhile the next one comes to the cache."""
+        """Multiply bands of rows by a packed panel, and prefetch the next panel meanwhile."""
         rows, _, bands = sizes_of_block(product, block)
         columns = min(WIDTH, block.column_stop - block.column_start - column)
         factors, distance, row_stride, step_stride = left
         for band in range(bands):
-            # A matrix unit is quicker than what comes to the cache meanwhile: it would wait for it.
+            # A matrix unit is faster than prefetching: it would wait for it.
             if not on_unit:
                 prefetch_next(product, block, part, start, column, band, bands)
             row = band * BAND
@@ -579,7 +580,7 @@ def make_block_sums(
 
     @njit
     def may_store(product, block):
-        """Whether the sums are the output as it is, all of them made at once by whole vectors."""
+        """Whether the sums are the output: one section, whole vectors, no bias, not transposed."""
         columns = block.column_stop - block.column_start
         is_plain = not product.has_bias and not product.is_transposed
         return is_plain and 0 < product.depth <= SECTION and columns % MULTIPLE == 0
@@ -604,19 +605,19 @@ def make_product_kernel(
     adds: bool = False,
     multiple: int = 1,
 ) -> Kernel:
-    """Make the kernel for output[row, column] = bias[column] + sum over step of left[row, step] *
-    right[column, step].
+    """Make the kernel of a product of any number of rows.
 
-    See `foo_ops.kernels.linear.product` for what becomes of that sum. A gate has a second product,
-    with other weights. If the kernel ``adds``, the output is of the compute type, and added to.
-    Sections of the depth are multiples of ``multiple`` steps.
+    output[row, column] = bias[column] + sum over step of left[row, step] * right[column, step],
+    followed by the epilogue ``finish``. A gate has a second product, with other weights. With
+    ``adds``, the output has the compute type, and is added to. Sections of the depth are multiples
+    of ``multiple`` steps.
     """
     sums, compute = make_block_sums(dtype, make_panels, finish, multiple), compute_dtype(dtype)
     compute_sums, WIDTH = sums.compute, sums.width
     panel_of_block, part_of_block = sums.panel_of_block, sums.part_of_block
     write = make_writer(dtype, finish, adds)
-    # Of few steps it takes as long to copy sums as to multiply: the gradient of a weight of float32
-    # for 64 rows is at 0.53 of the peak by way of scratch memory.
+    # With few steps, copying the sums takes as long as multiplying: the gradient of a float32
+    # weight for 64 rows reaches 0.53 of the peak by way of scratch memory.
     STORES = (
         dtype == compute and finish == NOTHING and not adds and make_panels is make_stored_panels
     )

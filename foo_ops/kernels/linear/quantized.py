@@ -1,4 +1,4 @@
-"""Products with weights that are integers of 8 and of 4 bits."""
+"""Products with weights of 8-bit and 4-bit integers."""
 
 from __future__ import annotations
 
@@ -63,38 +63,38 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # ---------------------------------------------------------------------------------- tiles of 4 bits
 
-# Multiply few rows by integers of 4 bits, as they are stored, in registers.
+# Multiplies few rows by 4-bit integers, unpacked in registers.
 #
-# A weight is (integer - zero) * scale. A row of the output is, summed over the groups g of a
-# column,
+# A weight is (integer - zero) * scale. An element of the output is the sum, over the groups g of a
+# column, of
 #
 #     scale[g] * sum(integer * left)  -  scale[g] * zero[g] * sum(left),
 #
-# of which only the first sum is over all steps: sums of the left row's groups are made once. The
-# steps of a group of the left row are integers times a scale of their own, so that products are of
-# integers (`foo_ops.kernels.simd.narrow`): a vector takes as many bytes of weights as it has. Rows
-# of float64, for which these integers are too short, take weights that have become numbers.
+# where only the first sum is computed for each column: the sums of the left row's groups are
+# computed once. A group of the left row is converted to integers times a scale, so that products
+# are of integers (`foo_ops.kernels.simd.narrow`): a vector multiplies as many bytes of weights as
+# it has. For rows of float64 these integers are too short: weights are converted to numbers.
 
 
 COMPUTE = "float32"
-# Of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16, which
-# have 8 bits, are exact where they are at least a 64th of it.
+# Bits of a step of the left row, scaled to its group's largest magnitude. bfloat16, which has 8
+# bits, is exact for numbers of at least 1/64 of the largest magnitude.
 NUMBER_BITS = {"bfloat16": 16, "float16": 24, "float32": 24}
-# A group whose largest magnitude is beyond takes part by numbers, as infinities do, since its scale
-# times that of a weight may have no place in float32.
+# A group whose largest magnitude is outside these is multiplied as numbers, like one with
+# infinities: its scale times a weight's could overflow or underflow float32.
 SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
 
 
 def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
 
-    They bring the next columns, their scales and zeros to the caches: a column of 4096 integers is
-    half a page of memory, and what brings lines to the caches on its own stops at pages.
+    The tiles prefetch the next columns, their scales and zeros: a column of 4096 integers is half a
+    page of memory, and hardware prefetchers stop at the end of a page.
     """
     LANES, HALF = lanes_of(COMPUTE), GROUP_SIZE // 2
     of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
     BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
-    # Groups that share a vector of integers; where a group has several vectors, they share a scale.
+    # Groups in a vector of integers; if a group has several vectors, they share its scale.
     GROUPS = max(1, BYTES // HALF)
     COLUMNS_OF_GROUP = columns_of_sums(LANES)
     as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
@@ -139,8 +139,8 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
         return tile
 
     def regions(depth: Any) -> dict[str, Any]:
-        # For each group of 32 steps or more, which take 16 elements of a row, of a tile's columns
-        # an offset and of its sums a factor.
+        # Each group, of at least 32 steps (16 elements of a row), has an offset for each column of
+        # a tile and a factor for each sum.
         of_row = 2 * min(COLUMNS_OF_ROW, LANES)
         of_group = (min(MOST_OF_GROUP, LANES) + 1) * COLUMNS_OF_GROUP
         most = max(of_row, of_group)
@@ -157,8 +157,8 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
 def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Callable]:
     """Make ``row_size(depth)`` and ``digits_size(depth)``, in elements of the compute dtype.
 
-    Behind the digits of a row, for whole vectors of integers, are the scales of its groups and
-    their sums, both with zeros up to whole vectors.
+    The digits of a row, for whole vectors of integers, are followed by the scales of its groups and
+    their sums, both padded with zeros to whole vectors.
     """
     LANES, BYTES, PER_BYTE = of_numbers.lanes, of_numbers.vector_size, of_numbers.per_byte
 
@@ -176,8 +176,8 @@ def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Call
 def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
     """Make ``copy_row(target, source, stride, depth, row_size)``, of adjacent steps.
 
-    The scale of a group that does not take part is 0 and its sum NaN, so that `_make_mender` finds
-    it.
+    A group outside SMALLEST_GROUP and LARGEST_GROUP gets scale 0 and sum NaN, which `_make_mender`
+    detects.
     """
     LANES, HALF, number = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
     of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
@@ -211,12 +211,13 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
 
 
 def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
-    """Make what makes ``factors_of_columns(product, column, groups, factors, offsets, scales,
-    stride, ahead)`` of the groups of adjacent columns, with zeros behind them.
+    """Make ``make(ROWS, COLUMNS)``, which makes the function that computes a tile's factors.
 
-    The factors are the scales of weights times those of each row of the left matrix, which are a
-    stride apart: a vector for each sum, and then those of the next groups. The offsets are -scale *
-    zero of weights. Those of columns ``ahead`` are brought to the second cache.
+    ``factors_of_columns(product, column, groups, factors, offsets, scales, stride, ahead)`` works
+    on the groups of adjacent columns, padded with zeros. The factors are the scales of the weights
+    times the scales of each row of the left matrix, which lie ``stride`` apart: a vector for each
+    sum, then the next groups. The offsets are -scale * zero of the weights. Scales and zeros of
+    columns ``ahead`` are prefetched into L2.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
 
@@ -251,10 +252,10 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
 
 
 def _make_mender(GROUP_SIZE: int) -> Callable:
-    """Make ``mend(product, block, memory, width, panel)``: sums that are not finite, once more.
+    """Make ``mend(product, block, memory, width, panel)``: recompute sums that are not finite.
 
-    In the two sums that a row of the output is taken from, infinities and numbers near the largest
-    may come to inf - inf, where the weights themselves give a number or an infinity.
+    Infinities, and numbers near the largest, can make inf - inf of an output's two sums, where the
+    weights themselves would give a number or an infinity.
     """
     HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, lanes_of(COMPUTE)
     none = NUMBER(0)
@@ -315,12 +316,12 @@ def _make_mender(GROUP_SIZE: int) -> Callable:
 
 # --------------------------------------------------------------------------- products with integers
 
-# Multiply by integers of 8 and of 4 bits, which are weights.
+# Multiplies by weights of 8-bit and 4-bit integers.
 #
-# Integers of 8 bits enter products as they are, and the sums of a column are multiplied by its
-# scale. Integers of 4 bits, whose scales and zeros belong to groups of a column, are multiplied as
-# integers where rows are few (`make_int4_tiles`); else they become numbers on the
-# way to a panel, for all rows of a block.
+# 8-bit integers enter products unscaled, and the sums of a column are multiplied by its scale.
+# 4-bit integers, which have scales and zeros for groups of a column, are multiplied as integers for
+# few rows (`make_int4_tiles`); otherwise they are converted to numbers on the way to a panel, for
+# all rows of a block.
 
 
 # Sections of the depth are whole groups, of any size.
@@ -328,19 +329,19 @@ LARGEST_GROUP_SIZE = 128
 
 
 def make_int8_few_rows_kernel(dtype: str) -> Kernel:
-    """Make the kernel for few rows and integers of 8 bits."""
+    """Make the kernel for few rows and 8-bit integers."""
     return make_few_rows_kernel(dtype, _make_int8_tiles)
 
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
-    """Make the kernel for few rows and integers of 4 bits."""
+    """Make the kernel for few rows and 4-bit integers."""
     if dtype == "float64":
         return make_few_rows_kernel(dtype, _make_unpacked_tiles)
     return make_few_rows_kernel(dtype, lambda dtype: make_int4_tiles(dtype, group_size))
 
 
 def make_int8_product_kernel(dtype: str) -> Kernel:
-    """Make the kernel for any number of rows and integers of 8 bits."""
+    """Make the kernel for any number of rows and 8-bit integers."""
 
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
         unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
@@ -350,7 +351,7 @@ def make_int8_product_kernel(dtype: str) -> Kernel:
 
 
 def make_int4_product_kernel(dtype: str) -> Kernel:
-    """Make the kernel for any number of rows and integers of 4 bits."""
+    """Make the kernel for any number of rows and 4-bit integers."""
 
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
         unpack = _make_int4_unpacker(dtype)
@@ -368,7 +369,7 @@ def _make_int8_tiles(dtype: str) -> Tiles:
 
 
 def _make_unpacked_tiles(dtype: str) -> Tiles:
-    """Make tiles for which columns of 4 bits become numbers first."""
+    """Make tiles that first convert columns of 4-bit integers to numbers."""
     LANES, unpack = lanes_of(dtype), _make_int4_unpacker(dtype)
     tiles = make_element_tiles(
         dtype, dtype, dtype, quantized_argument_types(dtype, "uint8"), leave_sums
@@ -399,12 +400,12 @@ def _make_unpacked_tiles(dtype: str) -> Tiles:
 def _make_unpacked_panels(
     dtype: str, WIDTH: int, SECTION: int, PER_BYTE: int, unpack: Callable, scale_sums: Callable
 ) -> Panels:
-    """Make panels of numbers, which a strip of columns at a time are packed from.
+    """Make panels of numbers, packed from a strip of converted columns at a time.
 
-    ``unpack(product, target, column, start, count)`` makes numbers of a part of a column.
+    ``unpack(product, target, column, start, count)`` converts part of a column to numbers.
     """
     pack_right, prefetch_share = make_right_packer(dtype, WIDTH), make_share_prefetcher("uint8")
-    # What packing rounds up to, so that the strips of a panel do not get into each other's way.
+    # The multiple of columns that packing pads to, so that strips do not overwrite each other.
     STRIP = GROUP if on_matrix_unit(dtype) else lanes_of(compute_dtype(dtype))
     as_numbers = pointer_to(_strip_dtype(dtype))
 
@@ -431,7 +432,7 @@ def _make_unpacked_panels(
 
 
 def _strip_dtype(dtype: str) -> str:
-    """The dtype of numbers that are packed: pairs are made of bfloat16."""
+    """The dtype of the numbers in a strip: bfloat16 where they are packed in pairs."""
     return "bfloat16" if in_pairs(dtype) else compute_dtype(dtype)
 
 
@@ -476,8 +477,9 @@ def _make_int4_unpacker(dtype: str) -> Callable:
 
 
 def _make_sums_scaler(dtype: str) -> Callable:
-    """Make ``scale_sums(product, block, memory, width, panel)``, which multiplies by the scales of
-    columns. The sums lie as `foo_ops.kernels.linear.product.make_writer` has them.
+    """Make ``scale_sums(product, block, memory, width, panel)``: multiply by the columns' scales.
+
+    See `foo_ops.kernels.linear.product.make_writer` for the layout of the sums.
     """
     compute = compute_dtype(dtype)
     LANES, copy_row = lanes_of(compute), make_copy_row(compute)
@@ -486,7 +488,7 @@ def _make_sums_scaler(dtype: str) -> Callable:
     def scale_sums(product, block, memory, width, panel):
         rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
         for start in range(0, columns, width):
-            # Sums fill up whole vectors, and so do the scales, in the memory of the bias.
+            # Scales, like sums, fill whole vectors; they use the bias's memory.
             count, stride = min(width, columns - start), product.scale_column_stride
             source = shift(product.scale, (block.column_start + start) * stride)
             whole = (count + LANES - 1) // LANES * LANES

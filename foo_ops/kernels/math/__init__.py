@@ -1,1 +1,1 @@
-"""Functions of numbers, for vectors and scalars alike: written once, as formulas."""
+"""Mathematical functions of vectors and scalars, written once, as formulas."""

@@ -14,16 +14,16 @@ from foo_ops.kernels.simd.types import DOUBLE, INT64, bits_of, constant_of, shap
 
 # ----------------------------------------------------------------------------------------- integers
 
-# Divide integers as Python does, rounded down; what is divided by 0 gives 0.
+# Divides integers like Python, rounded down; division by 0 gives 0.
 #
-# No vector unit divides integers. In float64 the quotient of integers below 2^51, which is never
-# next to a larger integer, is rounded down rightly. That of larger ones lacks digits: the remainder
-# that it leaves is divided once more.
+# No vector unit divides integers. In float64 the quotient of integers below 2^51 is never too close
+# to a larger integer, so that it is rounded down correctly. The quotient of larger integers lacks
+# digits: its remainder is divided once more.
 
 
 # The largest float64 below 2^63.
 _LARGEST = 2.0**63 - 1024
-# Added to a number below 2^51 it leaves the integer in the lower bits of the sum.
+# Adding it to a number below 2^51 leaves the integer in the lower bits of the sum.
 _MAGIC = 1.5 * 2**52
 _MAGIC_BITS = (1023 + 52) << 52 | 1 << 51
 
@@ -33,7 +33,7 @@ class _Division(RareBranch):
     """A division of signed integers.
 
     Attributes:
-        gives_quotient: as the result, and not the remainder.
+        gives_quotient: the result is the quotient, not the remainder.
     """
 
     gives_quotient: bool = True
@@ -91,7 +91,7 @@ def _rounded_down(
     zero, one = constant_of(x.type, 0), constant_of(x.type, 1)
     least, last = constant_of(x.type, -(1 << (bits_of(x.type) - 1))), constant_of(x.type, -1)
     is_zero = builder.icmp_signed("==", y, zero)
-    # A quotient too large for the type becomes x, as with all products and sums.
+    # A quotient too large for the type wraps around to x, like products and sums.
     is_too_large = builder.and_(
         builder.icmp_signed("==", x, least), builder.icmp_signed("==", y, last)
     )
@@ -135,7 +135,7 @@ _INTEGER_REMAINDER = _make_division("remainder", gives_quotient=False)
 
 
 def emit_floor_divide(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-    """Emit x // y of integers of 32 or of 64 bits, as an integer of 64."""
+    """Emit x // y for integers of 32 or 64 bits, as a 64-bit integer."""
     x, y = args
     if not signature.args[0].signed:
         return _unsigned(builder, "udiv", x, y)
@@ -150,7 +150,7 @@ def emit_floor_divide(context: Any, builder: ir.IRBuilder, signature: Any, args:
 
 
 def emit_remainder(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-    """Emit x % y of integers of 32 or of 64 bits, as an integer of 64."""
+    """Emit x % y for integers of 32 or 64 bits, as a 64-bit integer."""
     x, y = args
     if not signature.args[0].signed:
         return _unsigned(builder, "urem", x, y)
@@ -159,7 +159,7 @@ def emit_remainder(context: Any, builder: ir.IRBuilder, signature: Any, args: An
 
 
 def _unsigned(builder: ir.IRBuilder, instruction: str, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Divide integers above those that are signed, one by one."""
+    """Divide unsigned integers, one by one."""
     is_zero = builder.icmp_unsigned("==", y, y.type(0))
     result = getattr(builder, instruction)(x, builder.select(is_zero, y.type(1), y))
     return builder.select(is_zero, y.type(0), result)
@@ -168,11 +168,11 @@ def _unsigned(builder: ir.IRBuilder, instruction: str, x: ir.Value, y: ir.Value)
 def _emit(
     context: Any, builder: ir.IRBuilder, x: ir.Value, y: ir.Value, division: _Division
 ) -> ir.Value:
-    """Divide by a constant in place, which LLVM makes shifts and products of, with vectors too."""
+    """Divide by a constant inline: LLVM turns it into shifts and products, also of vectors."""
     numbers = Number(builder, x), Number(builder, y)
     if isinstance(y, ir.Constant) or not context.vectorizes:
         return division.rare(*numbers).value
-    # It may become one when functions are inlined.
+    # The divisor may become a constant when functions are inlined.
     is_constant = numbers[1].is_constant().value
     constant, other, end = map(builder.append_basic_block, ("constant", "other", "end"))
     builder.cbranch(is_constant, constant, other)
@@ -191,21 +191,20 @@ def _emit(
 
 # ----------------------------------------------------------------------------- remainders of floats
 
-# Divide floating-point numbers as Python does, with a remainder that has no error.
+# Divides floating-point numbers like Python, with an exact remainder.
 #
-# Of a quotient with fewer digits than a number has the integer part is right, or one too large.
-# Then the remainder is one fma away, and it shows which. Larger quotients are left to the C
-# library.
+# If a quotient has fewer digits than the type, its integer part is right, or too large by one. One
+# fma computes the remainder, whose sign tells which. Larger quotients are left to the C library.
 
 
 def _divided(x: Number, y: Number) -> tuple[Number, Number, Mask]:
-    """Return the integer part of |x / y| and what is left of |x|, and where these are right."""
+    """Return the integer part of |x / y|, the remainder of |x|, and a mask of right results."""
     x, y = abs(x), abs(y)
     quotient = (x / y).truncated()
     rest = (-quotient).fma(y, x)
     is_too_large = rest < 0.0
     rest = is_too_large.choose(rest + y, rest)
-    # Of an infinite y, too.
+    # Also correct for an infinite y.
     rest = (x < y).choose(x, rest)
     is_huge = ~(quotient < 2.0 ** (format_of(x.value).mantissa_bits + 1))
     is_undefined = ~((x < math.inf) & (y > 0.0))
@@ -227,7 +226,7 @@ def _usual_remainder(x: Number, y: Number) -> tuple[Number, Mask]:
 
 
 def _turned(rest: Number, x: Number, y: Number) -> Number:
-    """Return the remainder that has the sign of y, of that of the magnitudes."""
+    """Turn the remainder of the magnitudes into the remainder with the sign of y."""
     is_turned = x.differs_in_sign(y) & ~rest.equals(0.0)
     return is_turned.choose(abs(y) - rest, rest).with_sign_of(y)
 
@@ -241,13 +240,13 @@ def _usual_floor_divide(x: Number, y: Number) -> tuple[Number, Mask]:
     differ = x.differs_in_sign(y)
     quotient = (differ & ~rest.equals(0.0)).choose(quotient + 1.0, quotient)
     quotient = differ.choose(-quotient, quotient)
-    # No multiple of y is near infinity.
+    # An infinite x has no quotient.
     is_lost = abs(x).equals(math.inf) & ~y.equals(0.0)
     return is_lost.choose(x.constant(math.nan), quotient), is_right
 
 
 def _rare_floor_divide(x: Number, y: Number) -> Number:
-    # Larger than all numbers with digits behind the point.
+    # The quotient is so large that it is always an integer.
     return (x - _rare_remainder(x, y)) / y
 
 
@@ -258,9 +257,9 @@ _FLOAT_FLOOR_DIVIDE = RareBranch("floor_divide", _usual_floor_divide, _rare_floo
 
 @make_function
 def fmod(x: Number, y: Number) -> Number:
-    """Compute x less the multiple of y that is next to it towards zero, without an error.
+    """Compute x minus the nearest multiple of y towards zero, exactly.
 
-    The result has the sign of x. It is NaN where x is infinite or y is 0, and x for an infinite y.
+    The result has the sign of x. It is NaN if x is infinite or y is 0, and x if y is infinite.
 
     Example:
         >>> y[i] = language.fmod(x[i], language.cast(2.5, x))
@@ -270,10 +269,10 @@ def fmod(x: Number, y: Number) -> Number:
 
 @make_function
 def remainder(x: Number, y: Number) -> Number:
-    """Compute x % y as Python does: x less the multiple of y that is next below.
+    """Compute x % y like Python: x minus the multiple of y next below.
 
-    The result has the sign of y, and half a unit in the last place of error where x has not. It is
-    NaN where x is infinite or y is 0.
+    The result has the sign of y; if x has the other sign, its error is at most half a unit in the
+    last place. It is NaN if x is infinite or y is 0.
 
     Example:
         >>> y[i] = language.remainder(x[i], language.cast(2.5, x))
@@ -283,9 +282,9 @@ def remainder(x: Number, y: Number) -> Number:
 
 @make_function
 def floor_divide(x: Number, y: Number) -> Number:
-    """Compute x // y as Python does, the integer part of the exact quotient, rounded down.
+    """Compute x // y like Python: the exact quotient, rounded down to an integer.
 
-    The result is x / y where y is 0, else NaN where x is infinite.
+    The result is x / y if y is 0, else NaN if x is infinite.
 
     Example:
         >>> y[i] = language.floor_divide(x[i], language.cast(2.5, x))
@@ -295,11 +294,11 @@ def floor_divide(x: Number, y: Number) -> Number:
 
 # ----------------------------------------------------------------------------------------- rounding
 
-# Round floating-point numbers to integers, which stay floating-point numbers, and take roots.
+# Rounds floating-point numbers to integers of the same floating-point type, and takes roots.
 #
-# Python's ``math.floor`` returns an int, which has room for every float. A kernel has 64 bits for
-# an integer, into which 1e30, infinity and NaN do not fit; as a float of its argument's type the
-# result is right for all of them, and in float32 what follows stays float32.
+# Python's ``math.floor`` returns an int, which can hold every float. A kernel's integers have 64
+# bits, and cannot hold 1e30, infinity and NaN. A result of the argument's type is right for all of
+# them, and later operations on float32 stay float32.
 
 
 @make_function
@@ -334,7 +333,7 @@ def trunc(x: Number) -> Number:
 
 @make_function
 def round(x: Number) -> Number:
-    """Return the integer nearest to x, and of two the even one, in x's type; NaN for NaN.
+    """Return the integer nearest to x, halves rounded to even, in x's type; NaN for NaN.
 
     Example:
         >>> y[i] = language.round(x[i] * 127)
@@ -344,7 +343,7 @@ def round(x: Number) -> Number:
 
 @make_function
 def sqrt(x: Number) -> Number:
-    """Compute the square root, within half a unit in the last place; NaN for less than zero.
+    """Compute the square root, within half a unit in the last place; NaN below zero.
 
     Example:
         >>> y[i] = language.sqrt(x[i] * x[i] + 1)
@@ -354,10 +353,10 @@ def sqrt(x: Number) -> Number:
 
 # -------------------------------------------------------------------------------------------- roots
 
-# Compute the length of a vector of two numbers, and cube roots.
+# Computes the length of a vector of two numbers, and cube roots.
 
 
-# The cube root of a number from sqrt(1/2) to sqrt(2), to 19 bits; the highest power first.
+# A polynomial for the cube root from sqrt(1/2) to sqrt(2), to 19 bits; the highest power first.
 _CUBE_ROOT = (
     *(0.025563650239939707, -0.17217607026882265, 0.495520725788132, -0.8201430628513885),
     *(1.0479258711331414, 0.4233082672241438),
@@ -368,7 +367,7 @@ _CUBE_ROOT = (
 def hypot(x: Number, y: Number) -> Number:
     """Compute the square root of x^2 + y^2 within 1 unit in the last place, also of huge numbers.
 
-    The result is infinity where a number is infinite, even beside NaN.
+    The result is infinity if a number is infinite, even if the other is NaN.
 
     Example:
         >>> y[i] = language.hypot(x[i], x[i] - 1)
@@ -384,7 +383,7 @@ def hypot(x: Number, y: Number) -> Number:
 
 
 def _scaled_length(a: Number, b: Number) -> Number:
-    """Compute the length of float64, whose squares must be neither infinite nor subnormal."""
+    """Compute the length in float64, scaled so that squares are neither infinite nor subnormal."""
     is_steep = b > a
     a, b = is_steep.choose(b, a), is_steep.choose(a, b)
     is_huge, is_tiny = a > 2.0**500, a < 2.0**-500
@@ -397,7 +396,7 @@ def _scaled_length(a: Number, b: Number) -> Number:
 
 @make_function
 def cbrt(x: Number) -> Number:
-    """Compute the cube root within 1 unit in the last place, that of a negative number, too.
+    """Compute the cube root within 1 unit in the last place, also of negative numbers.
 
     Example:
         >>> y[i] = language.cbrt(x[i])

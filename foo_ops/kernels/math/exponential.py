@@ -25,20 +25,20 @@ from foo_ops.kernels.simd.types import (
 
 # ----------------------------------------------------------------------------- exp2, exp, tanh, log
 
-# Compute exp2, exp, tanh and log of vectors and scalars.
+# Computes exp2, exp, tanh and log of vectors and scalars.
 #
-# The first three rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and f
-# = x - n, and on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and
-# 2^f - 1 keeps all its digits. LLVM's own intrinsics call libm lane by lane.
+# The first three use 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and f = x
+# - n, and 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1
+# keeps full precision. LLVM's own intrinsics would call libm lane by lane.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """A binary floating-point format, and how its functions are approximated.
+    """A binary floating-point format, and the approximations of its functions.
 
     Attributes:
         growth: the coefficients of the polynomial, the highest power first.
-        log_terms: the terms of the series for the logarithm, behind the first.
+        log_terms: the number of terms of the logarithm's series, after the first.
     """
 
     integer: ir.Type
@@ -69,7 +69,7 @@ def _taylor(degree: int) -> tuple[float, ...]:
     return tuple(log2 ** (k + 1) / math.factorial(k + 1) for k in range(degree, -1, -1))
 
 
-# Interpolation saves float32 a degree. In float64 its own roundings would show.
+# Interpolation saves float32 one degree. In float64 its own rounding errors would matter.
 _FORMATS = {
     FLOAT: _Format(INT32, 23, 127, _interpolated(5), 4),
     DOUBLE: _Format(INT64, 52, 1023, _taylor(12), 10),
@@ -108,17 +108,17 @@ def emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
 def emit_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     if x.type == _WIDE and "+avx512dq" in target()[2].split(","):
         return _exp2_of_avx512(builder, x)
-    # From here on 2^n is the number whose exponent bits are all zero, which is zero.
+    # Below this, 2^n has all exponent bits zero, and is zero.
     smallest = constant_of(x.type, float(-format_of(x).exponent_bias))
     is_small = builder.fcmp_ordered(">", smallest, x)
     fraction, power = _split(builder, builder.select(is_small, smallest, x))
     value = emit_fma(builder, fraction, emit_growth(builder, fraction), constant_of(x.type, 1.0))
-    # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
+    # A multiplication keeps NaN; adding to the exponent bits would not.
     return builder.fmul(value, power)
 
 
 def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Take 11 instructions, not 14: one takes the fraction, and one multiplies by 2^n."""
+    """Compute 2^x in 11 instructions, not 14: one for the fraction, one to multiply by 2^n."""
     zero = constant_of(x.type, 0.0)
     all_lanes, current = ir.Constant(ir.IntType(16), -1), INT32(4)
 
@@ -126,13 +126,13 @@ def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         name = f"llvm.x86.avx512.mask.{name}.ps.512"
         return call_intrinsic(builder, name, x.type, [*operands, zero, all_lanes, current])
 
-    # Above floor(x), as the other instruction rounds x.
+    # The fraction above floor(x), since scalef rounds x down.
     fraction = call("reduce", x, INT32(1))
     growth = constant_of(x.type, _GROWTH_ABOVE[0])
     for coefficient in _GROWTH_ABOVE[1:]:
         growth = emit_fma(builder, growth, fraction, constant_of(x.type, coefficient))
     value = emit_fma(builder, fraction, growth, constant_of(x.type, 1.0))
-    # Processors are slow with subnormal numbers. A NaN is not less.
+    # Processors are slow with subnormal numbers. The comparison is false for NaN.
     is_small = builder.fcmp_ordered("<", x, constant_of(x.type, -126.0))
     return builder.select(is_small, zero, call("scalef", value, x))
 
@@ -141,8 +141,8 @@ def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def exp2(x: Number) -> Number:
     """Compute 2^x within 1.5 units in the last place, for x below 128 (float64: 1024).
 
-    The result is zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN
-    for NaN.
+    The result is zero below -126.5 (with AVX-512 -126, float64: -1022.5), including -infinity, and
+    NaN for NaN.
 
     Example:
         >>> y[i] = language.exp2(x[i] - 3)
@@ -152,9 +152,9 @@ def exp2(x: Number) -> Number:
 
 @make_function
 def exp2_of_all(x: Number) -> Number:
-    """Compute 2^x within 1.5 units in the last place for all x, which takes longer than exp2."""
+    """Compute 2^x within 1.5 units in the last place for all x; slower than exp2."""
     format_ = format_of(x.value)
-    # From there on the result is zero, or infinity.
+    # Beyond these bounds the result is zero or infinity.
     lowest = -float(format_.exponent_bias + format_.mantissa_bits + 2)
     clamped = x.clamped(lowest, format_.exponent_bias + 2.0)
     whole = clamped.nearest()
@@ -162,8 +162,8 @@ def exp2_of_all(x: Number) -> Number:
 
 
 def split_exponent(x: Number) -> tuple[Number, Number]:
-    """Return n and f of e^x = 2^(n + f), with the digits that the product x log2(e) loses."""
-    # Of log2(e) = 0x1.71547652b82fe1777d0f...
+    """Return n and f of e^x = 2^(n + f), corrected for the rounding of x log2(e)."""
+    # The rounding error of log2(e) = 0x1.71547652b82fe1777d0f...
     loss = float.fromhex("0x1.777d0ffda0d24p-56")
     upper, lower = x.in_two_parts(1.0 / math.log(2.0), loss)
     product, lost = x.times_exactly(upper)
@@ -177,7 +177,7 @@ def growth(f: Number) -> Number:
 
 
 def scale(x: Number, n: Number) -> Number:
-    """Multiply by 2^n in two steps, of which each is a normal number where the product is."""
+    """Multiply by 2^n in two steps, whose factors are normal numbers if the product is."""
     magic = format_of(x.value).magic
     shifted = n.fma(0.5, magic)
     rest = n - (shifted - magic)
@@ -185,7 +185,7 @@ def scale(x: Number, n: Number) -> Number:
 
 
 def power_of_two(n: Number) -> Number:
-    """Return 2^n for an integer n, zero for the least exponent."""
+    """Return 2^n for an integer n; zero for the lowest exponent."""
     return _power_of_shifted(n + format_of(n.value).magic)
 
 
@@ -197,25 +197,25 @@ def _power_of_shifted(n: Number) -> Number:
 
 @make_function
 def exp(x: Number) -> Number:
-    """Compute e^x within 1.5 units in the last place, also where the result is subnormal.
+    """Compute e^x within 1.5 units in the last place, also for subnormal results.
 
-    The result is infinity where it is too large for the type, and NaN for NaN.
+    The result is infinity if it is too large for the type, and NaN for NaN.
 
     Example:
         >>> y[i] = x[i] / (1 + language.exp(-x[i]))
     """
     format_ = format_of(x.value)
-    # From there on the result is zero, or infinity.
+    # Beyond these bounds the result is zero or infinity.
     lowest = -(format_.exponent_bias + format_.mantissa_bits + 2) * math.log(2.0)
     whole, fraction = split_exponent(x.clamped(lowest, (format_.exponent_bias + 2) * math.log(2.0)))
     return scale(1.0 + growth(fraction), whole)
 
 
 def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Compute e^(-2|x|), and the same less one with all its digits: 0 and -1 where x is large."""
+    """Compute e^(-2|x|), and e^(-2|x|) - 1 at full precision: 0 and -1 if x is large."""
     magnitude = call_intrinsic(builder, f"llvm.fabs.{suffix(x.type)}", x.type, [x])
     exponent = builder.fmul(magnitude, constant_of(x.type, -2.0 / math.log(2.0)))
-    # From here on 2^n is the number whose exponent bits are all zero, which is zero.
+    # Below this, 2^n has all exponent bits zero, and is zero.
     lowest = constant_of(x.type, float(-format_of(x).exponent_bias))
     is_large = builder.fcmp_ordered(">", lowest, exponent)
     fraction, power = _split(builder, builder.select(is_large, lowest, exponent))
@@ -252,9 +252,9 @@ def tanh(x: Number) -> Number:
 
 @make_function
 def tanh_derivative(x: Number) -> Number:
-    """Compute 1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, whose digits do not cancel.
+    """Compute 1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, without cancellation.
 
-    Beside tanh(x) it takes four instructions more.
+    It takes four more instructions beside tanh(x).
     """
 
     builder = x.builder
@@ -263,7 +263,7 @@ def tanh_derivative(x: Number) -> Number:
     return x.made(builder.fmul(builder.fmul(decay, doubled), doubled))
 
 
-# Rounding loses this of log(2).
+# The rounding error of log(2) in float64.
 LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
 
 
@@ -272,7 +272,7 @@ def emit_log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     number = Number(builder, x)
     fraction, power = map(number.made, fraction_and_power(builder, x))
     half, s, series = parts_of_log(fraction)
-    # log(2) in two parts, of which the product with n and the first is exact.
+    # log(2) in two parts; the product of n and the first is exact.
     bits = format_of(x).mantissa_bits - 11
     upper = math.floor(math.log(2.0) * 2.0**bits) / 2.0**bits
     lower = math.log(2.0) - upper + LOG2_LOSS
@@ -293,14 +293,15 @@ def parts_of_log(f: Number) -> tuple[Number, Number, Number]:
 
 
 def logarithm_or_limit(x: Number, result: Number) -> Number:
-    """Return the logarithm of a finite positive number, and what those of others are."""
+    """Return ``result`` for finite positive numbers, and the logarithm's limits for others."""
     of_others = x.equals(0.0).choose(x.constant(-math.inf), x.constant(math.nan))
     return x.equals(math.inf).choose(x, (x > 0.0).choose(result, of_others))
 
 
 def fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Find f and n of x = 2^n (1 + f), with 1 + f from sqrt(1/2) to sqrt(2), also for
-    subnormals.
+    """Return f and n of x = 2^n (1 + f), with 1 + f from sqrt(1/2) to sqrt(2).
+
+    This includes subnormal numbers.
     """
     format_ = format_of(x)
     integer, mantissa_bits = shaped(format_.integer, x.type), format_.mantissa_bits
@@ -324,7 +325,7 @@ def fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir
 def log(x: Number) -> Number:
     """Compute the natural logarithm, within 1 unit in the last place.
 
-    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+    The result is -infinity for 0, NaN for negative numbers and NaN, and infinity for infinity.
 
     Example:
         >>> y[i] = language.log(1 + x[i] * x[i])
@@ -334,13 +335,13 @@ def log(x: Number) -> Number:
 
 # ---------------------------------------------------------------------------- powers and logarithms
 
-# Compute powers of vectors and scalars, and exponentials and logarithms beside 1.
+# Computes powers of vectors and scalars, and e^x - 1, log(1 + x), log2 and log10.
 
 
-# 1 / log(2), and what rounding loses.
+# 1 / log(2), and its rounding error.
 LOG2E, LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
 
-# log10(e) and log10(2) in the same way.
+# log10(e) and log10(2), and their rounding errors.
 _LOG10E, _LOG10E_LOSS = 0.4342944819032518, float.fromhex("0x1.95355baaafad3p-57")
 _LOG10_2, _LOG10_2_LOSS = (
     float.fromhex("0x1.34413509f79ffp-2"),
@@ -350,17 +351,17 @@ _LOG10_2, _LOG10_2_LOSS = (
 
 @make_function
 def expm1(x: Number) -> Number:
-    """Compute e^x - 1 within 3 units in the last place, also beside 0.
+    """Compute e^x - 1 within 3 units in the last place, also near 0.
 
     Example:
         >>> y[i] = x[i] if x[i] > 0 else language.expm1(x[i])
     """
     format_ = format_of(x.value)
-    # From there on the result is -1, or infinity.
+    # Beyond these bounds the result is -1 or infinity.
     lowest = -(format_.mantissa_bits + 4) * math.log(2.0)
     highest = (format_.exponent_bias + 1.25) * math.log(2.0)
     whole, fraction = split_exponent(x.clamped(lowest, highest))
-    # Half of it, which is finite where e^x is.
+    # Half of 2^n, which is finite where e^x is.
     power = power_of_two(whole - 1)
     result = 2 * growth(fraction).fma(power, power - 0.5)
     is_tiny = abs(x) < 2.0 ** -(format_.mantissa_bits + 2)
@@ -369,9 +370,9 @@ def expm1(x: Number) -> Number:
 
 @make_function
 def log1p(x: Number) -> Number:
-    """Compute log(1 + x) within 2 units in the last place, also beside 0.
+    """Compute log(1 + x) within 2 units in the last place, also near 0.
 
-    The result is -infinity for -1, and NaN for less.
+    The result is -infinity for -1, and NaN below -1.
 
     Example:
         >>> y[i] = language.log1p(language.exp(x[i]))
@@ -403,7 +404,7 @@ def _parts(x: Number) -> tuple[Number, Number]:
 def log2(x: Number) -> Number:
     """Compute the logarithm to base 2 within 2 units in the last place; exact for powers of 2.
 
-    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+    The result is -infinity for 0, NaN for negative numbers and NaN, and infinity for infinity.
 
     Example:
         >>> y[i] = language.log2(x[i])
@@ -416,7 +417,7 @@ def log2(x: Number) -> Number:
 def log10(x: Number) -> Number:
     """Compute the logarithm to base 10 within 2 units in the last place; exact for powers of 10.
 
-    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+    The result is -infinity for 0, NaN for negative numbers and NaN, and infinity for infinity.
 
     Example:
         >>> y[i] = 20 * language.log10(x[i])
@@ -436,7 +437,7 @@ def _logarithm_and_power(x: Number) -> tuple[Number, Number]:
 
 
 def log2_exactly(x: Number) -> tuple[Number, Number]:
-    """Compute log2 of a positive float64 as a sum of two.
+    """Compute log2 of a positive float64 as a sum of two numbers.
 
     With s = f / (2 + f), log(1 + f) = 2 (s + s^3 / 3 + s^5 / 5 + ...).
     """
@@ -444,7 +445,7 @@ def log2_exactly(x: Number) -> tuple[Number, Number]:
     divisor = f + 2.0
     inverse = 1.0 / divisor
     s = f * inverse
-    # What the division has lost, and the addition before.
+    # The rounding errors of the division, and of the addition before it.
     s_loss = (-s).fma(divisor, f) - s * (f - (divisor - 2.0))
     s_loss = s_loss * inverse
     z, z_loss = s.times_exactly(s)
@@ -461,26 +462,26 @@ def log2_exactly(x: Number) -> tuple[Number, Number]:
     loss = loss + (s_loss + e_loss)
     product, product_loss = total.times_exactly(2 * LOG2E)
     product_loss = product_loss + total.fma(2 * LOG2E_LOSS, loss * (2 * LOG2E))
-    # Zero, or more than the product.
+    # n is zero, or larger than the product.
     upper, lower = n.plus_smaller_exactly(product)
     return upper, lower + product_loss
 
 
 def _log2_of_float32(x: Number) -> Number:
-    """Compute log2 of a positive float32 as a float64, to more digits than that has."""
+    """Compute log2 of a positive float32 as a float64, more precisely than float32."""
     f, n = (part.widened() for part in _parts(x))
     s = f / (f + 2.0)
     return (s * (2 * LOG2E)).fma(_odd_series(s * s, 1, 7), n)
 
 
 def _power_of_magnitude(x: Number, y: Number) -> Number:
-    """Compute |x|^y where both are finite and x is not zero."""
+    """Compute |x|^y for finite numbers, of which x is not zero."""
     bound = 2.0 * format_of(x.value).exponent_bias
     if x.is_double:
         upper, lower = log2_exactly(x)
         exponent, loss = upper.times_exactly(y)
         loss = lower.fma(y, loss)
-        # Beyond it is zero or infinity.
+        # Beyond the bound the result is zero or infinity.
         loss = (abs(exponent) < bound).choose(loss, 0.0)
         exponent = exponent.clamped(-bound, bound)
         whole = exponent.nearest()
@@ -495,8 +496,8 @@ def _power_of_magnitude(x: Number, y: Number) -> Number:
 def pow(x: Number, y: Number) -> Number:
     """Compute x^y within 1.5 units in the last place.
 
-    Where a number is zero, infinity, NaN or negative the result is that of C's pow: NaN for a
-    negative x and a y that is no integer, and 1 where x is 1 or y is 0, even beside NaN.
+    For zero, infinity, NaN and negative numbers, the result is the same as C's pow: NaN for a
+    negative x and a y that is not an integer, and 1 if x is 1 or y is 0, even if the other is NaN.
 
     Example:
         >>> y[i] = language.pow(abs(x[i]), language.cast(0.3, x))
@@ -506,7 +507,7 @@ def pow(x: Number, y: Number) -> Number:
     zero, infinity, nan = (x.constant(value) for value in (0.0, math.inf, math.nan))
     grows = _same(magnitude > 1.0, y > 0.0)
     result = _power_of_magnitude(magnitude, y)
-    # Of a constant exponent LLVM keeps one of these, and none of others.
+    # LLVM keeps one of these if the exponent is such a constant, else neither.
     root, is_constant = magnitude.square_root(), y.is_constant()
     result = (is_constant & y.equals(-0.5)).choose(1.0 / root, result)
     result = (is_constant & y.equals(0.5)).choose(root, result)
@@ -528,13 +529,13 @@ def _same(a: Mask, b: Mask) -> Mask:
 
 # ----------------------------------------------------------------------------- hyperbolic functions
 
-# Compute hyperbolic functions of vectors and scalars, and their inverses.
+# Computes hyperbolic functions of vectors and scalars, and their inverses.
 #
-# With x = n log(2) + r, sinh(x) = sinh(n log(2)) cosh(r) + cosh(n log(2)) sinh(r), where those of n
-# log(2) are sums of two powers of 2. Their inverses are logarithms.
+# With x = n log(2) + r, sinh(x) = sinh(n log(2)) cosh(r) + cosh(n log(2)) sinh(r), where sinh and
+# cosh of n log(2) are sums of two powers of 2. The inverses are logarithms.
 
 
-# Of Taylor's series of sinh(r) / r and of cosh(r), in float32 and in float64.
+# Terms of the Taylor series of sinh(r) / r and of cosh(r), in float32 and in float64.
 _TERMS = ((3, 4), (6, 7))
 
 
@@ -545,9 +546,9 @@ def _factorial_series(square: Number, first: int, terms: int) -> Number:
 
 
 def _quarters_of_both(x: Number) -> tuple[Number, Number]:
-    """Compute a quarter of sinh(x) and of cosh(x) each twice, which both are finite for longer."""
+    """Compute half of sinh(x) and half of cosh(x), which are finite for larger x."""
     format_ = format_of(x.value)
-    # From there on the doubled results are infinite.
+    # Beyond this bound the doubled results are infinite.
     x = x.clamped(0.0, (format_.exponent_bias + 2.4) * math.log(2.0))
     whole = (x * (1 / math.log(2.0))).nearest()
     upper, lower = x.in_two_parts(math.log(2.0), LOG2_LOSS)
@@ -555,7 +556,7 @@ def _quarters_of_both(x: Number) -> tuple[Number, Number]:
     square = rest * rest
     sine_terms, cosine_terms = _TERMS[x.is_double]
     sine = (rest * square).fma(_factorial_series(square, 3, sine_terms), rest)
-    # Less one.
+    # cosh(r) - 1.
     cosine = square * _factorial_series(square, 2, cosine_terms)
     power = power_of_two(whole - 2.0)
     least = -float(format_.exponent_bias)
@@ -576,7 +577,7 @@ def sinh(x: Number) -> Number:
     """
     magnitude = abs(x)
     sine, _ = _quarters_of_both(magnitude)
-    # Halves of subnormal numbers would lose a digit.
+    # Halving a subnormal number would lose a bit.
     is_tiny = magnitude < 2.0 ** -format_of(x.value).mantissa_bits
     return is_tiny.choose(x, (2 * sine).with_sign_of(x))
 
@@ -593,7 +594,7 @@ def cosh(x: Number) -> Number:
 
 
 def _log_of_either(is_large: Mask, large: Number, x: Number) -> Number:
-    """Compute log(2 large) where that is to be taken, and log(1 + x) elsewhere."""
+    """Compute log(2 large) where ``is_large``, and log(1 + x) elsewhere."""
     total, lost = x.plus_exactly(x.constant(1.0))
     total = is_large.choose(large, total)
     logarithm = x.made(emit_log(x.builder, total.value))
@@ -601,7 +602,7 @@ def _log_of_either(is_large: Mask, large: Number, x: Number) -> Number:
 
 
 def _bound_of_squares(x: Number) -> float:
-    """Return from where on x^2 + 1 is x^2, but for what does not count for the logarithm."""
+    """Return the bound above which x^2 + 1 has the same logarithm as x^2, after rounding."""
     return 2.0 ** (format_of(x.value).mantissa_bits // 2 + 2)
 
 

@@ -1,4 +1,4 @@
-"""Write formulas of vectors and scalars with Python's operators, as `Number`s, and emit them."""
+"""Formulas of vectors and scalars, written with Python's operators on `Number`s, and emitted."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from foo_ops.kernels.simd.types import (
 
 # ------------------------------------------------------------------------------------------ numbers
 
-# Write formulas of vectors and scalars with Python's operators, and emit them as they are written.
+# Formulas of vectors and scalars use Python's operators, which emit instructions as they run.
 #
-# A formula has no branches, so that LLVM can vectorise the loop around it: where numbers need
-# another treatment, both results are computed and one is chosen.
+# A formula has no branches, so that LLVM can vectorise the loop around it: where some numbers need
+# another formula, both results are computed and one is chosen.
 
 
 class Mask:
-    """Truth, in each lane."""
+    """A truth value in each lane."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -64,7 +64,7 @@ class Mask:
 
 
 class Number:
-    """A floating-point number, or as many as a vector has lanes."""
+    """A floating-point number, or a vector of them."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value, self.type = builder, value, value.type
@@ -123,20 +123,20 @@ class Number:
         return self._compared("==", other)
 
     def in_two_parts(self, value: float, loss: float) -> tuple[float, float]:
-        """Split a constant, of which float64 loses a part, into one of this type and the rest."""
+        """Split ``value + loss``, of which float64 holds ``value``, into this type and the rest."""
         if self.is_double:
             return value, loss
         upper = float(np.float32(value))
         return upper, value - upper
 
     def has_minus(self) -> Mask:
-        """Whether there is a minus, also where it is zero."""
+        """Whether the sign bit is set, also for a zero."""
         bits = self.bits()
         zero = constant_of(bits.type, 0)
         return Mask(self.builder, self.builder.icmp_signed("<", bits, zero))
 
     def is_constant(self) -> Mask:
-        """Whether LLVM knows the number when it has inlined functions, and before it vectorises."""
+        """Whether LLVM knows the number, after inlining and before vectorisation."""
         truth = shaped(ir.IntType(1), self.type)
         name = f"llvm.is.constant.{suffix(self.type)}"
         known = call_intrinsic(self.builder, name, ir.IntType(1), [self.value])
@@ -159,7 +159,7 @@ class Number:
         return self._of_llvm("copysign", other)
 
     def nearest(self) -> Number:
-        """Round to an integer, halves to the even one."""
+        """Round to the nearest integer, halves to even."""
         return self._of_llvm("roundeven")
 
     def floor(self) -> Number:
@@ -180,12 +180,12 @@ class Number:
         return self.made(emit_fma(self.builder, *operands))
 
     def clamped(self, least: float, most: float) -> Number:
-        """Keep it between two constants; a NaN stays one."""
+        """Clamp to two constants; a NaN stays NaN."""
         lifted = (self < least).choose(self.constant(least), self)
         return (lifted > most).choose(self.constant(most), lifted)
 
     def polynomial(self, coefficients: Iterable[float]) -> Number:
-        """Evaluate a polynomial in self, whose coefficients begin with the highest power's."""
+        """Evaluate a polynomial in self; the coefficient of the highest power comes first."""
         first, *others = coefficients
         result = self.constant(first)
         for coefficient in others:
@@ -206,7 +206,7 @@ class Number:
         )
 
     def plus_exactly(self, other: Number) -> tuple[Number, Number]:
-        """Return the rounded sum and what rounding has lost (Knuth 1969, 4.2.2, theorem C)."""
+        """Return the rounded sum and its rounding error (Knuth 1969, 4.2.2, theorem C)."""
         total = self + other
         part = total - self
         return total, (self - (total - part)) + (other - part)
@@ -217,15 +217,15 @@ class Number:
         return total, other - (total - self)
 
     def times_exactly(self, other: Number | float) -> tuple[Number, Number]:
-        """Return the rounded product and what rounding has lost."""
+        """Return the rounded product and its rounding error."""
         product = self * other
         return product, self.fma(other, -product)
 
 
 def make_function(formula: Callable[..., Number]) -> Any:
-    """Make a function of kernels of a formula, for floating-point scalars and vectors.
+    """Turn a formula into a function for kernels, of floating-point scalars and vectors.
 
-    Its arguments have one type, which is that of the result.
+    The arguments and the result have the same type.
     """
     emit, count = _emitter_of(formula), formula.__code__.co_argcount
 
@@ -248,7 +248,7 @@ def make_function(formula: Callable[..., Number]) -> Any:
 
     function = of_one if count == 1 else of_two
     function.__name__, function.__doc__ = formula.__name__, formula.__doc__
-    # By which kernels on disk tell functions apart.
+    # The cache on disk identifies functions by these.
     function.__module__, function.__qualname__ = formula.__module__, formula.__qualname__
     made = intrinsic(function)
     made.emit = emit
@@ -259,7 +259,7 @@ def make_function(formula: Callable[..., Number]) -> Any:
 
 
 def _emitter_of(formula: Callable[..., Number]) -> Callable[..., ir.Value]:
-    """Make what Numba calls to lower a call of a formula's function."""
+    """Make the function with which Numba lowers a call of a formula's function."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return formula(*(Number(builder, value) for value in args)).value
@@ -269,26 +269,27 @@ def _emitter_of(formula: Callable[..., Number]) -> Callable[..., ir.Value]:
 
 # ------------------------------------------------------------------------ functions that stay whole
 
-# Functions that stay functions until LLVM has vectorised the loops that call them.
+# Functions that are not inlined until LLVM has vectorised the loops that call them.
 #
-# LLVM is told what such a function is for vectors. So it may have a branch, or instructions that
-# LLVM would not make of scalars. Then those for vectors are inlined, and what does not change in a
-# loop leaves it: erf reads six tables, with which gelu of float32 takes 1.4 times as long.
+# LLVM knows a vector version of such a function. So the function may have a branch, or instructions
+# that LLVM would not make of scalars. Afterwards the vector version is inlined, and loop-invariant
+# code leaves the loop: erf reads six tables; reading them inside the loop, gelu of float32 takes
+# 1.4 times as long.
 
 
 @dataclass(frozen=True)
 class WholeFunction(ABC):
-    """A function of numbers of one type, which is that of the result.
+    """A function whose arguments and result have the same type.
 
     Attributes:
-        name: of the function, unique among all.
+        name: the function's name, unique among all.
     """
 
     name: str
 
     @abstractmethod
     def formula(self, *numbers: Number) -> Number:
-        """Emit the function's body, the same for scalars and vectors, with blocks if need be."""
+        """Emit the function's body, for scalars and vectors alike; it may add blocks."""
 
     def of(self, *numbers: Number) -> Number:
         """Emit a call."""
@@ -302,15 +303,15 @@ class WholeFunction(ABC):
         return first.made(first.builder.call(function, values, attrs=attributes))
 
     def function(self, module: ir.Module, type_: ir.Type, count: int) -> ir.Function:
-        """Return the function for ``count`` numbers of a type, or vectors of them."""
+        """Return the LLVM function of ``count`` scalars or vectors of a type."""
         is_vector = isinstance(type_, ir.VectorType)
         name = f"foo_ops_{self.name}_{suffix(type_)}"
         known = module.globals.get(name)
         if known is not None:
             return known
         function = ir.Function(module, ir.FunctionType(type_, [type_] * count), name)
-        # It is in the modules of all functions that call it, and LLVM keeps it until it has
-        # vectorised their loops. The calls of scalars alone must not be inlined before.
+        # Weak: all modules that call the function define it, and LLVM keeps it until it has
+        # vectorised their loops. Only scalar calls must not be inlined before that.
         function.linkage = "weak_odr"
         function.attributes.add("alwaysinline" if is_vector else "noinline")
         for attribute in ("nounwind", "willreturn", "memory(none)"):
@@ -321,13 +322,13 @@ class WholeFunction(ABC):
         return function
 
     def _let_vectorise(self, function: ir.Function, type_: ir.Type, count: int) -> None:
-        """Tell LLVM the functions for whole vectors, and for half of one beside wider numbers."""
+        """Declare vector versions to LLVM: for whole vectors, and for halves beside wider types."""
         lanes = vector_bits() // bits_of(type_)
         vectors = [
             self.function(function.module, ir.VectorType(type_, lanes), count)
             for lanes in (lanes, lanes // 2)
         ]
-        # The names are those of the "vector function ABI".
+        # Names of the "vector function ABI".
         variants = ",".join(
             f"_ZGV_LLVM_N{it.args[0].type.count}{'v' * count}_{function.name}({it.name})"
             for it in vectors
@@ -339,16 +340,16 @@ class WholeFunction(ABC):
 
 # Functions with a branch that is rarely taken, for loops that LLVM vectorises.
 #
-# A loop with a branch would not be vectorised, or would compute both sides. For vectors such a
-# function is one with one branch for all lanes.
+# A loop with a branch would not be vectorised, or would compute both sides. The vector version of
+# such a function has one branch for all lanes.
 
 
 @dataclass(frozen=True)
 class RareBranch(WholeFunction):
-    """A function of numbers.
+    """A function with a fast formula for usual numbers, and a slow one for all.
 
     Attributes:
-        usual: returns the result, and where it is right.
+        usual: returns the result, and a mask of the lanes where it is right.
         rare: returns the result for any numbers.
     """
 
@@ -356,8 +357,8 @@ class RareBranch(WholeFunction):
     rare: Callable[..., Number]
 
     def formula(self, *numbers: Number) -> Number:
-        # Inlined after loops are vectorised it is no quicker: the calls of the rare branch leave no
-        # registers to the constants of the loop.
+        # Inlining after vectorisation is no faster: the calls of the rare branch leave no registers
+        # for the loop's constants.
         x, builder = numbers[0], numbers[0].builder
         usual, is_right = self.usual(*numbers)
         start, rare, end = (
@@ -377,7 +378,7 @@ class RareBranch(WholeFunction):
         return x.made(value)
 
     def rare_of_lanes(self, *numbers: Number) -> ir.Value:
-        """Call the function for each lane: so no result depends on those beside it."""
+        """Call the scalar function for each lane, so that no result depends on other lanes."""
         builder, vector = numbers[0].builder, numbers[0].type
         function = self.function(builder.module, vector.element, len(numbers))
         result = numbers[0].value
@@ -398,23 +399,23 @@ def _in_all_lanes(builder: ir.IRBuilder, mask: ir.Value) -> ir.Value:
 
 # Functions of float32 as polynomials on 16 pieces, whose coefficients are looked up.
 #
-# With AVX-512 one instruction looks up the coefficients of all lanes, in a table of a register. So
-# a polynomial of a low degree is enough, without the exponentials and the quotients that functions
-# over a wide domain else take.
+# With AVX-512 one instruction looks up the coefficients of all lanes, in a table in a register. So
+# a polynomial of low degree is enough, without the exponentials and quotients that functions over a
+# wide domain otherwise need.
 
 
 PIECES = 16
-# Added to a number it leaves the nearest integer in the lower bits of the sum.
+# Adding it to a number leaves the nearest integer in the lower bits of the sum.
 _MAGIC = 1.5 * 2**23
 
 
 def has_quick_tables() -> bool:
-    """Whether a vector of float32 holds a table."""
+    """Whether a table fits a vector of float32, and one instruction looks it up."""
     return has_table_of_registers() and vector_bits() == 32 * PIECES
 
 
 def fit(function: Callable[[float], float], centre: float, width: float, degree: int) -> np.ndarray:
-    """Return the coefficients of a polynomial in x - centre, that of the highest power first."""
+    """Return the coefficients of a polynomial in x - centre, the highest power first."""
     offsets = [-width / 2, width / 2]
     moved = np.vectorize(lambda offset: function(centre + offset))
     interpolant = Chebyshev.interpolate(moved, degree, domain=offsets)
@@ -425,11 +426,11 @@ def fit(function: Callable[[float], float], centre: float, width: float, degree:
 
 
 def piecewise(x: Number, width: float, tables: Sequence[Sequence[float]]) -> Number:
-    """Evaluate the polynomial of the piece that a number from 0 to 15.49 widths lies in.
+    """Evaluate the polynomial of a number's piece.
 
     Args:
-        x: the number. For a NaN the result is NaN.
-        width: of a piece; the multiples of it are the centres.
+        x: the number, from 0 to 15.49 widths; NaN gives NaN.
+        width: a piece's width; the centres of the pieces are its multiples.
         tables: for each power, the highest first, the coefficients of the pieces.
     """
     shifted = x.fma(1 / width, _MAGIC)
@@ -442,7 +443,7 @@ def piecewise(x: Number, width: float, tables: Sequence[Sequence[float]]) -> Num
 
 
 def _look_up(x: Number, place: ir.Value, table: Sequence[float]) -> Number:
-    """Return the elements of a table at places modulo 16, which have the shape of ``x``."""
+    """Return the elements of a table at places modulo 16, in the shape of ``x``."""
     builder = x.builder
     if not isinstance(x.type, ir.VectorType):
         return x.made(_load(builder, builder.and_(place, INT32(PIECES - 1)), table))

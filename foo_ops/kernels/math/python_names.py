@@ -1,6 +1,6 @@
-"""Let Python's ``math``, ``round``, ``**``, ``%`` and ``//`` mean our functions in kernels.
+"""Map Python's ``math``, ``round``, ``**``, ``%`` and ``//`` to our functions in kernels.
 
-Numba calls the C library for each number. These functions are vectorised with the loop around
+Numba would call the C library for each number. Our functions are vectorised with the loop around
 them, in the type of their argument.
 """
 
@@ -17,7 +17,7 @@ from numba.core.typing.templates import signature
 
 from foo_ops.kernels.compiler.numba_target.registry import define_signature, functions
 
-# Functions of math by the module that they are in here. Integers are converted to float64 first.
+# Functions of ``math``, by the module of ours that has them. Integers are converted to float64.
 _OF_ONE = {
     "division": ("sqrt",),
     "exponential": (
@@ -32,12 +32,12 @@ _OF_TWO = {
     "exponential": ("pow",),
     "trigonometric": ("atan2",),
 }
-# Numba's own are for integers, which they return.
+# Functions of floats that return floats; Numba's own would return integers.
 _ROUNDING = ("ceil", "floor", "trunc")
 
 
 def _emitter(module: str, name: str) -> Callable[..., Any]:
-    """Make what emits a function; its module is imported when a kernel is the first to call it."""
+    """Make the emitter of a function, which imports its module when a kernel first calls it."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = getattr(importlib.import_module(f"foo_ops.kernels.math.{module}"), name)
@@ -66,7 +66,7 @@ def _of_one(args: Sequence[types.Type]) -> Any:
 
 
 def _of_two(args: Sequence[types.Type]) -> Any:
-    """Take the wider of two floating-point types; an integer exponent has that of the base."""
+    """Use the wider of two floating-point types; an integer exponent gets the base's type."""
     floats = [arg for arg in args if isinstance(arg, types.Float)]
     numbers = [arg for arg in args if isinstance(arg, (types.Float, types.Integer))]
     if len(numbers) != 2 or len(args) != 2 or not floats:
@@ -81,7 +81,7 @@ def _float_of_two(args: Sequence[types.Type]) -> Any:
 
 
 def _integers_of_two(args: Sequence[types.Type]) -> Any:
-    """Divide in 32 bits what has no more. The result has 64, as Numba's integers have."""
+    """Divide in 32 bits if both fit. The result has 64 bits, like Numba's integers."""
     if len(args) != 2 or not all(isinstance(arg, types.Integer) for arg in args):
         return None
     are_signed = any(arg.signed for arg in args)
@@ -96,7 +96,7 @@ for _table, _find, _count in ((_OF_ONE, _of_one, 1), (_OF_TWO, _float_of_two, 2)
     for _module, _names in _table.items():
         for _name in _names:
             _define(getattr(math, _name), _module, _name, _find, _count)
-# Python 3.10 has none of these.
+# Python 3.10 lacks math.exp2 and math.cbrt.
 for _name, _module, _ours in (("exp2", "exponential", "exp2_of_all"), ("cbrt", "division", "cbrt")):
     if hasattr(math, _name):
         _define(getattr(math, _name), _module, _ours, _of_one, 1)

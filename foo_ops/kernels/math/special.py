@@ -33,11 +33,11 @@ from foo_ops.kernels.math.trigonometric import sine_of
 
 # ----------------------------------------------------------------------------------- gamma function
 
-# Compute the gamma function of vectors and scalars, and its logarithm, in float64.
+# Computes the gamma function of vectors and scalars, and its logarithm, in float64.
 #
-# Gamma is Lanczos's formula with Godfrey's coefficients, whose power is computed with more digits.
-# Its logarithm is a polynomial about 2, to which others up to 8.5 are moved by the logarithm of a
-# product, and Stirling's series above. Numbers below 0 are reflected, which is rare.
+# Gamma is Lanczos's formula with Godfrey's coefficients; its power is computed with extra
+# precision. The logarithm is a polynomial about 2, with the logarithm of a product to move numbers
+# up to 8.5 there, and Stirling's series above. Negative numbers, which are rare, are reflected.
 
 
 # log(gamma(2 + t)) / t up to 1/2 from 0, the highest power first, by interpolation with 50 digits.
@@ -50,12 +50,12 @@ _ABOUT_TWO = (
     *(-0.0073855510286681535, 0.02058080842778457, -0.06735230105319814),
     *(0.3224670334241132, 0.42278433509846713),
 )
-# Of Stirling's series in 1 / x, the highest power first.
+# Coefficients of Stirling's series in 1 / x, the highest power first.
 _STIRLING = (
     *(0.00641025641025641, -0.0019175269175269176, 0.0008417508417508417),
     *(-0.0005952380952380953, 0.0007936507936507937, -0.002777777777777778, 0.08333333333333333),
 )
-# Where Stirling's series begins: whole steps from numbers about 2.
+# Stirling's series begins this many whole steps above the numbers about 2.
 _STEPS = 6
 _FAR = 2.5 + _STEPS
 
@@ -66,7 +66,7 @@ _LANCZOS = (
     *(6039542586.352028, 17921034426.037209, 35711959237.355664, 42919803642.6491),
     23531376880.41076,
 )
-# Of x (x + 1) ... (x + 11).
+# Coefficients of x (x + 1) ... (x + 11).
 _RISING = (
     *(1.0, 66.0, 1925.0, 32670.0, 357423.0, 2637558.0, 13339535.0, 45995730.0, 105258076.0),
     *(150917976.0, 120543840.0, 39916800.0, 0.0),
@@ -78,7 +78,7 @@ def _log(x: Number) -> Number:
 
 
 def _sine_of_half_turns(x: Number) -> Number:
-    """Compute sin(pi x) with all its digits where x is next to an integer."""
+    """Compute sin(pi x) at full precision for x near an integer."""
     rest = x - 2 * (0.5 * x).nearest()
     magnitude = abs(rest)
     near = (magnitude > 0.5).choose(1.0 - magnitude, magnitude)
@@ -87,7 +87,7 @@ def _sine_of_half_turns(x: Number) -> Number:
 
 def _log_gamma_above_zero(x: Number) -> Number:
     is_far, one = ~(x < _FAR), x.constant(1.0)
-    # As many steps down as lead next to 2, or up.
+    # Step down, or up, to a number near 2.
     near, product = x - 2.0, one
     for step in range(1, _STEPS + 1):
         is_above = x > step + 1.5
@@ -116,7 +116,7 @@ def _log_gamma_of_any(x: Number) -> Number:
 
 
 def _exponent(magnitude: Number, is_narrow: bool) -> tuple[Number, Number]:
-    """Return the exponent to base 2 of Lanczos's power, and what it loses; 0 for float32."""
+    """Return the exponent to base 2 of Lanczos's power, and its error (0 for float32)."""
     y, y_loss = magnitude.plus_exactly(magnitude.constant(_LANCZOS_G - 0.5))
     power = magnitude - 0.5
     if is_narrow:
@@ -130,7 +130,7 @@ def _exponent(magnitude: Number, is_narrow: bool) -> tuple[Number, Number]:
 
 
 def _gamma_of_any(x: Number, is_narrow: bool) -> Number:
-    # Beyond it is infinite or 0.
+    # Beyond 200 the result is infinite or 0.
     magnitude = abs(x).clamped(0.0, 200.0)
     exponent, loss = _exponent(magnitude, is_narrow)
     factor = magnitude.polynomial(_LANCZOS) / magnitude.polynomial(_RISING)
@@ -173,8 +173,8 @@ _GAMMA = _Gamma("gamma")
 def lgamma(x: Number) -> Number:
     """Compute log(|gamma(x)|) within 5 units in the last place for positive numbers.
 
-    Below 0 the error is that of numbers as large as x log(|x|), also next to a zero. The result is
-    infinity for 0, for negative integers and where x is infinite.
+    Below 0 the error is relative to numbers as large as x log(|x|), also near a zero. The result is
+    infinity for 0, for negative integers and for infinite x.
 
     Example:
         >>> y[i] = language.lgamma(1 + x[i] * x[i])
@@ -186,7 +186,7 @@ def lgamma(x: Number) -> Number:
 def gamma(x: Number) -> Number:
     """Compute the gamma function within 6 units in the last place, and factorials exactly.
 
-    The result is NaN for negative integers, and infinity for 0 with the sign of it.
+    The result is NaN for negative integers, and infinity for 0, with the sign of the zero.
 
     Example:
         >>> y[i] = language.gamma(1 + x[i] * x[i])
@@ -196,19 +196,19 @@ def gamma(x: Number) -> Number:
 
 # ----------------------------------------------------------------------------------- error function
 
-# Compute the error function of vectors and scalars, and 1 less it.
+# Computes the error function of vectors and scalars, and its complement.
 #
-# Where a register holds a table, erf(x) is m (1 + p(x)) in float32: m is x up to the end of a
-# piece, and that end above, and p a polynomial for each piece. Elsewhere, up to 1 it is x + x
-# p(x^2), and above 1 - 2^q(x). Those polynomials were found with 50 digits by interpolation at
-# Chebyshev's nodes, and for q by least squares, weighted with 2^q(x) until the largest error of the
+# If a register holds a table, erf(x) is m (1 + p(x)) in float32: m is x up to the end of a piece,
+# and that end above, and p is a polynomial for each piece. Otherwise erf(x) is x + x p(x^2) up to
+# 1, and 1 - 2^q(x) above. These polynomials were found with 50 digits by interpolation at
+# Chebyshev's nodes, and q by least squares, weighted with 2^q(x) until the largest error of the
 # result was smallest (Lawson 1961).
 #
 # The complement is e^(-x^2) g((x - k) / (x + k)) / (1 + 2x) with a polynomial g (Shepherd and
 # Laframboise 1981), found like p.
 
 
-# The coefficients of p and q, the highest powers first, and where erf is 1.
+# The coefficients of p and q, the highest powers first, and the bound above which erf is 1.
 _FLOAT32 = (
     (
         *(7.875875062685488e-05, -0.000801686428716587, 0.005189087423433974),
@@ -238,12 +238,12 @@ _FLOAT64 = (
     6.0,
 )
 
-# Of a piece: fifteen and a half reach to where erf is 1, and m ends where the fifth begins.
+# The width of a piece: 15.5 of them reach to where erf is 1, and m ends where the fifth begins.
 _WIDTH, _END, _LAST = 33 / 128, 3.5 * 33 / 128, 3.99
 
 
 def _part_below(x: float) -> float:
-    """Return p where m is x; the piece around zero reaches below it."""
+    """Return p where m is x; the piece around zero includes negative numbers."""
     return (math.erf(x) / x if x else 2 / math.sqrt(math.pi)) - 1
 
 
@@ -253,7 +253,7 @@ def _part_above(x: float) -> float:
 
 @functools.cache
 def _tables() -> list[list[float]]:
-    """Return the coefficients of p: for each power, the highest first, those of all pieces."""
+    """Return the coefficients of p: for each power, the highest first, one of each piece."""
     centres = [piece * _WIDTH for piece in range(PIECES)]
     pieces = [fit(_part_below if it < _END else _part_above, it, _WIDTH, 5) for it in centres]
     return np.array(pieces, np.float32).T.tolist()
@@ -262,7 +262,7 @@ def _tables() -> list[list[float]]:
 class _Tabled(WholeFunction):
     """The error function of float32, within 0.7 units in the last place.
 
-    gelu of bfloat16 takes 0.63 of the time that it takes with the exponential.
+    gelu of bfloat16 takes 0.63 of its time with the exponential.
     """
 
     def formula(self, *numbers: Number) -> Number:
@@ -293,7 +293,7 @@ def erf(x: Number) -> Number:
     return (magnitude < 1.0).choose(small, (1.0 - complement).with_sign_of(x))
 
 
-# k, from where on the result is 0, and the coefficients of g, the highest powers first.
+# k, the bound above which the result is 0, and the coefficients of g, the highest powers first.
 _COMPLEMENT = (
     (
         *(3.0, 10.5),
@@ -322,7 +322,7 @@ _COMPLEMENT = (
 
 @make_function
 def erfc(x: Number) -> Number:
-    """Compute 1 - erf(x) within 5 units in the last place, also where it is tiny; NaN for NaN.
+    """Compute 1 - erf(x) within 5 units in the last place, also tiny results; NaN for NaN.
 
     Example:
         >>> y[i] = 0.5 * language.erfc(-x[i] * 0.7071067811865476)

@@ -1,4 +1,4 @@
-"""Sine, cosine and tangent of vectors and scalars, also of huge ones, and their inverses."""
+"""Sine, cosine and tangent of vectors and scalars, also of huge numbers, and their inverses."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from foo_ops.kernels.simd.types import DOUBLE, INT64, constant_of, shaped
 
 # ---------------------------------------------------------------------------- sine, cosine, tangent
 
-# Compute the sine, the cosine and the tangent of vectors and scalars, also of huge ones.
+# Computes the sine, the cosine and the tangent of vectors and scalars, also of huge numbers.
 #
-# From a number that is not huge, quarters of a turn are subtracted. A huge one x = m * 2^e, where m
-# is an integer, is m * (2^e * 2/pi mod 4) quarters of a turn, but for whole turns. The factor is
+# Quarters of a turn are subtracted from a number that is not huge. A huge number x = m * 2^e, where
+# m is an integer, is m * (2^e * 2/pi mod 4) quarters of a turn, up to whole turns. The factor is
 # looked up for the exponent (Payne and Hanek 1983), as a sum of numbers whose products with m are
-# exact, or are split in two parts that are.
+# exact, or are split into two exact parts.
 
 
 _MANTISSA_BITS, _BIAS = 52, 1023
-# pi/2, what its rounding loses, and what the rounding of that does.
+# pi/2, its rounding error, and the rounding error of that.
 _QUARTER, _QUARTER_LOSS, _QUARTER_REST = (
     *(math.pi / 2, float.fromhex("0x1.1a62633145c07p-54")),
     float.fromhex("-0x1.f1976b7ed8fbcp-110"),
 )
 # The bits of pi that a reduction may need.
 _PI_BITS = 1400
-# Added to a number it leaves the nearest integer in the lower bits of the sum.
+# Adding it to a number leaves the nearest integer in the lower bits of the sum.
 _MAGIC = 1.5 * 2**_MANTISSA_BITS
-# Quarters of numbers below this are counted exactly, and the parts of pi/2 have digits enough.
+# Below this, quarters are counted exactly, and the parts of pi/2 have enough digits.
 _NEAR = 2.0**30
 
 
@@ -51,17 +51,17 @@ def _quarters(mantissa_bits: int, widths: tuple[int, ...], largest: int) -> tupl
     """Return 2^e * 2/pi mod 4 for each exponent e of a unit in the last place, in parts.
 
     Args:
-        mantissa_bits: without the one that is not stored.
-        widths: the bits of each part but the last, which is rounded.
-        largest: exponent of a number.
+        mantissa_bits: the stored bits of the mantissa.
+        widths: the bits of each part except the last, which is rounded.
+        largest: the largest exponent of a number.
     """
     # Machin's formula for pi/4.
     pi = 4 * (4 * _arctangent_of_inverse(5, _PI_BITS) - _arctangent_of_inverse(239, _PI_BITS))
     ratio = (2 << (2 * _PI_BITS)) // pi
     parts: list[float] = []
-    # A number of at least one half; smaller ones are not reduced.
+    # For numbers of at least one half; smaller ones are not reduced.
     for exponent in range(-1 - mantissa_bits, largest - mantissa_bits + 1):
-        # Bits behind the point, after the integers from 0 to 3.
+        # Bits after the binary point; before it are the integers from 0 to 3.
         point = _PI_BITS - exponent
         rest = ratio % (1 << (point + 2))
         for width in widths:
@@ -80,7 +80,7 @@ def _scaled(number: int, bits: int) -> float:
 
 
 def _look_up(x: Number, table: tuple[float, ...], parts: int, bits: int) -> list[Number]:
-    """Return a number's integer mantissa, and its row of a table. It is one half or more."""
+    """Return the integer mantissa, and the table's row, of a number of at least one half."""
     builder, stored = x.builder, x.bits()
     fraction = builder.and_(stored, INT64((1 << _MANTISSA_BITS) - 1))
     mantissa = builder.or_(fraction, INT64((_BIAS + bits) << _MANTISSA_BITS))
@@ -104,7 +104,7 @@ def _load(builder: ir.IRBuilder, table: tuple[float, ...], place: ir.Value) -> i
 
 
 def _reduce_float32(x: Number) -> tuple[Number, Number]:
-    """Return the quarters of a turn in x, which was a float32, and the angle that is left."""
+    """Return the quarters of a turn in x, which was a float32, and the remaining angle."""
     table = _quarters(23, (27,), 127)
     mantissa, upper, lower = _look_up(x, table, 2, 23)
     quarters = mantissa * upper
@@ -115,7 +115,7 @@ def _reduce_float32(x: Number) -> tuple[Number, Number]:
 
 
 def _reduce_float64(x: Number) -> tuple[Number, Number, Number]:
-    """Return the quarters of a turn in x, the angle that is left, and what its rounding lost."""
+    """Return the quarters of a turn in x, the remaining angle, and its rounding error."""
     table = _quarters(_MANTISSA_BITS, (51, 104, 157), _BIAS)
     mantissa, *parts = _look_up(x, table, 4, _MANTISSA_BITS)
     (first, first_loss), (second, second_loss), (third, third_loss) = (
@@ -135,7 +135,7 @@ def _reduce_float64(x: Number) -> tuple[Number, Number, Number]:
 
 
 def _near(x: Number, is_narrow: bool) -> tuple[Number, Number, Number | None]:
-    """Return what the others do, for a number that is nearer to zero than _NEAR.
+    """Reduce a number below _NEAR: return quarters, the remaining angle, and its error.
 
     Quarters are subtracted in parts of pi/2 (Cody and Waite 1980). The first difference is below
     one, and exact, as neither number has digits below those of a number below one.
@@ -156,7 +156,7 @@ def _taylor(first: int, terms: int) -> list[float]:
 
 
 def _interpolated(first: int, terms: int) -> list[float]:
-    """Return coefficients as `_taylor` does, for fewer terms.
+    """Return coefficients like `_taylor`, for fewer terms.
 
     The error is less than a hundredth of a unit in the last place of float32.
     """
@@ -170,7 +170,7 @@ _SINE_TERMS, _COSINE_TERMS = _interpolated(3, 4), _interpolated(0, 5)
 
 
 def _sine_and_cosine(angle: Number, loss: Number | None) -> tuple[Number, Number]:
-    """Compute both of an angle of at most an eighth of a turn; without its loss, for float32."""
+    """Compute sine and cosine of an angle of at most an eighth of a turn; no loss for float32."""
     square = angle * angle
     if loss is None:
         sine = angle * square.polynomial([*_SINE_TERMS, 1.0])
@@ -179,14 +179,14 @@ def _sine_and_cosine(angle: Number, loss: Number | None) -> tuple[Number, Number
     cosine = (square * square) * square.polynomial(_taylor(4, 8))
     half = 0.5 * square
     less = 1.0 - half
-    # What the subtraction has lost.
+    # Add the rounding error of the subtraction.
     cosine = cosine + ((1.0 - less) - half)
     sine, cosine = loss.fma(less, sine), cosine - angle * loss
     return angle + sine, less + cosine
 
 
 def _in_quarter(whole: Number, angle: Number, loss: Number | None, quarters_ahead: int) -> Number:
-    """Compute the sine of an angle behind whole quarters of a turn, and so many ahead."""
+    """Compute the sine of an angle plus ``whole + quarters_ahead`` quarters of a turn."""
     sine, cosine = _sine_and_cosine(angle, loss)
     builder = angle.builder
     integer = shaped(INT64, angle.type)
@@ -201,7 +201,7 @@ def _in_quarter(whole: Number, angle: Number, loss: Number | None, quarters_ahea
 
 
 def _tangent(whole: Number, angle: Number, loss: Number | None) -> Number:
-    """Compute the tangent of an angle behind whole quarters of a turn."""
+    """Compute the tangent of an angle plus ``whole`` quarters of a turn."""
     sine, cosine = _sine_and_cosine(angle, loss)
     bits = (whole + _MAGIC).bits()
     one = constant_of(bits.type, 1)
@@ -214,7 +214,7 @@ def _tangent(whole: Number, angle: Number, loss: Number | None) -> Number:
 def _make_periodic(
     name: str, compute: Callable[[Number, Number, Number | None], Number], is_even: bool
 ) -> RareBranch:
-    """Make a function of an angle that is so many quarters of a turn and a rest."""
+    """Make a periodic function from ``compute``, of quarters of a turn, an angle and its error."""
 
     def usual(x: Number) -> tuple[Number, Mask]:
         wide = x if x.is_double else x.widened()
@@ -291,7 +291,7 @@ def tan(x: Number) -> Number:
 
 # ----------------------------------------------------------------------------------- their inverses
 
-# Compute angles of vectors and scalars: the inverses of sine, cosine and tangent.
+# Computes the inverses of sine, cosine and tangent, of vectors and scalars.
 #
 # asin(x) and atan(x) are x + x^3 p(x^2), up to 1/2 and up to 1, where p was found with 40 digits by
 # interpolation at Chebyshev's nodes. Above, asin(x) = pi/2 - 2 asin(sqrt((1 - x) / 2)), and atan(x)
@@ -326,25 +326,25 @@ _ARCTANGENT = (
         *(0.11111111110268297, -0.14285714285701234, 0.1999999999999992, -0.3333333333333333),
     ),
 )
-# What rounding to float64 loses of pi.
+# The rounding error of pi in float64.
 _PI_LOSS = float.fromhex("0x1.1a62633145c07p-53")
 
 
 def _quarter_turns(x: Number, count: int) -> tuple[float, float]:
-    """Return so many quarters of a turn, and what rounding loses."""
+    """Return ``count`` quarters of a turn, and the rounding error."""
     return x.in_two_parts(count * math.pi / 2, count * _PI_LOSS / 2)
 
 
 def _less(upper_and_lower: tuple[float, float], x: Number, rest: Number) -> Number:
-    """Subtract two numbers, of which the second is the smaller one, from two constants."""
+    """Subtract x and the smaller rest from a constant in two parts."""
     upper, lower = upper_and_lower
     return (upper - x) - (rest - lower)
 
 
 def _arcsine_of_half(x: Number) -> tuple[Number, Number, Mask]:
-    """Return asin(|x|) up to 1/2, else asin(sqrt((1 - |x|) / 2)), and where it is the latter.
+    """Return asin(|x|) up to 1/2, else asin(sqrt((1 - |x|) / 2)), and a mask of the latter.
 
-    It is a sum of two numbers, of which the second is the smaller one.
+    The result is a sum of two numbers; the second is the smaller one.
     """
     magnitude = abs(x)
     is_large = magnitude > 0.5
@@ -411,7 +411,7 @@ def atan2(y: Number, x: Number) -> Number:
     height, width = abs(y), abs(x)
     is_steep, is_left = height > width, x.has_minus()
     small, large = is_steep.choose(width, height), is_steep.choose(height, width)
-    # Of two zeros and of two infinities the quotient is not a number.
+    # The quotient of two zeros, or of two infinities, is NaN.
     same = large.equals(0.0).choose(large, 1.0)
     angle = _arctangent(small.equals(large).choose(same, small / large))
     angle = (is_steep ^ is_left).choose(-angle, angle)

@@ -1,15 +1,15 @@
 """Split numbers into limbs of bfloat16, for a matrix unit that multiplies nothing wider.
 
-Rounded to bfloat16, a number leaves a rest, which rounded again leaves another: 8 bits each. Three
-such limbs make a float32, two a float16 (or 16 bits of a float32). A product of two numbers is the
-sum of the products of their limbs. Those below the roundings of float32 are left out: 6 of 9
-remain, with half the error of a matrix product in float32 (Henry, Tang and Heinecke 2019,
+Rounding a number to bfloat16 leaves a rest, and rounding the rest leaves another: 8 bits each.
+Three such limbs make a float32, two a float16 (or 16 bits of a float32). A product of two numbers
+is the sum of the products of their limbs. Products below the rounding of float32 are left out: 6 of
+9 remain, with half the error of a matrix product in float32 (Henry, Tang and Heinecke 2019,
 "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations").
 
-The limbs of a row lie ``limb_stride`` elements after one another. An infinity has itself and zeros
-for limbs, so that they do add up to it, but a product of limbs would be infinity times zero. Where
-not all numbers are small, products are computed of the sums instead. What is left of numbers below
-2^-110 is less than the smallest normal number, and counts as zero.
+The limbs of a row are ``limb_stride`` elements apart. The limbs of an infinity are the infinity and
+zeros: their sum is right, but a product of limbs would be infinity times zero. If not all numbers
+are small, products are computed from the sums of limbs instead. The rests of numbers below 2^-110
+are less than the smallest normal number, and count as zero.
 """
 
 from __future__ import annotations
@@ -32,32 +32,28 @@ from foo_ops.kernels.simd.narrow import (
     truncated_limb,
 )
 
-# No sum of products of numbers below this overflows, and none of products with these.
+# Numbers below this, and sums of their products, do not overflow when multiplied.
 SMALL = 2.0**30
 
-# Adjacent elements of a row that a matrix unit takes at once.
+# Adjacent elements of a row that a matrix unit loads at once.
 GROUP_ELEMENTS = 32
 
 _LIMBS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
 def limbs_of(dtype: str) -> int:
-    """The number of limbs that numbers of a dtype have in products; 0 where products are of
-    vectors.
-    """
+    """The number of limbs of a dtype's numbers in products; 0 if vectors compute the products."""
     return _LIMBS.get(dtype, 0) if use_matrix_unit() else 0
 
 
 @functools.cache
 def make_limb_and_rest(lanes: int) -> Callable:
-    """Make ``limb_and_rest(x)``: the first limb, and what is left, which is zero for an
-    infinity.
-    """
+    """Make ``limb_and_rest(x)``: the first limb, and the rest, which is zero for an infinity."""
     LARGEST = math.ldexp(255.0, 120)
 
     @njit
     def limb_and_rest(x):
-        # Rounded up, a number that is larger than all bfloat16 would be an infinity.
+        # A number larger than all bfloat16 would be rounded up to an infinity.
         limit = splat(types.float32(LARGEST), lanes)
         limb_stride = select(less(absolute(x), limit), bfloat16_limb(x), truncated_limb(x))
         zero, infinity = splat(types.float32(0.0), lanes), splat(types.float32(math.inf), lanes)
@@ -73,8 +69,8 @@ def _make_limbs_storer(
 ) -> Callable:
     """Make ``store_limbs(target, index, limb_stride, a, b)``.
 
-    It calls store_limb(target, index, a, b) for each limb. ``splits(x)`` gives the first limb of x
-    and the rest, ``round_last(x)`` the last limb.
+    It calls store_limb(target, index, a, b) for each limb. ``splits(x)`` returns the first limb of
+    x and the rest, ``round_last(x)`` the last limb.
     """
     has_two, has_three = limbs >= 2, limbs == 3
 
@@ -109,13 +105,13 @@ def _split_finite(x):
 def make_pair_storer(limbs: int) -> Callable:
     """Make ``store_pairs(target, index, limb_stride, a, b)``: the pairs of the lanes of a and b.
 
-    There must be no infinity among them, and nothing that would be rounded to one.
+    The numbers must be finite, and must not be rounded to infinity.
     """
     return _make_limbs_storer(limbs, _split_finite, bfloat16_limb, _store_pairs)
 
 
 def _make_splits(is_finite: bool, lanes: int) -> tuple[Callable, Callable]:
-    """Choose what splits a number, and what rounds its last limb."""
+    """Choose the functions that split a number and round its last limb."""
     if is_finite:
         return _split_finite, bfloat16_limb
     return make_limb_and_rest(lanes), bfloat16_limb_of_any
@@ -123,8 +119,7 @@ def _make_splits(is_finite: bool, lanes: int) -> tuple[Callable, Callable]:
 
 @functools.cache
 def make_smallness_check(lanes: int) -> Callable:
-    """Make ``are_small(source, count)``: whether all of these float32 are below SMALL, and none
-    NaN.
+    """Make ``are_small(source, count)``: whether all float32 are below SMALL, and none is NaN.
 
     ``count`` must be a multiple of the lanes.
     """
@@ -145,8 +140,8 @@ def make_smallness_check(lanes: int) -> Callable:
 def make_row_splitter(limbs: int, lanes: int) -> Callable:
     """Make ``split_row(target, group, limb_stride, source, count)`` for rows of float32.
 
-    The limbs are bfloat16. Each GROUP_ELEMENTS of them are adjacent, and begin ``group`` elements
-    behind those before. Returns whether all numbers are small. ``count`` must be a multiple of
+    The limbs are bfloat16. Groups of GROUP_ELEMENTS of them are adjacent, at a distance of
+    ``group`` elements. Returns whether all numbers are small. ``count`` must be a multiple of
     GROUP_ELEMENTS.
     """
     are_small = make_smallness_check(lanes)

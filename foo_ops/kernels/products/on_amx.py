@@ -1,4 +1,4 @@
-"""Multiply matrices on a matrix unit, whose numbers come in limbs of bfloat16, or are bytes."""
+"""Multiply matrices of bfloat16 limbs, or of bytes, on a matrix unit."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from foo_ops.kernels.simd.narrow import first_of_pairs, second_of_pairs
 from foo_ops.kernels.simd.types import lanes_of
 
 TILE_MULTIPLE = 32
-"""Of rows, of columns, and of the elements that are summed over: two by two registers of sums use
-each register of factors twice."""
+"""A multiple for rows, for columns, and for the elements that are summed over: two by two registers
+of sums use each register of factors twice."""
 GROUP = GROUP_ELEMENTS // 2
-"""The steps that a register of factors holds."""
-# With several limbs, so many steps are summed over for all rows before the next ones are: what
-# they take of b stays in the nearest cache. 7 to 9 % of float16 and float32.
+"""The number of steps in a register of factors."""
+# With several limbs, all rows are summed over this many steps at a time, so that the part of b
+# stays in L1: 7 to 9 % for float16 and float32.
 STEPS_AT_ONCE = 32
 
 
 @njit
 def nothing():
-    """Begin, or end, where there is no matrix unit."""
+    """Does nothing: ``begin`` and ``end`` without a matrix unit."""
 
 
 @functools.cache
 def make_amx_products(limbs: int) -> tuple[Callable, Callable, Callable]:
     """Make ``matmul``, and ``begin()`` and ``end()``.
 
-    They are called before the first product of a kernel and after the last: around each product
-    they would be a sixth of the time. ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate,
-    are_small)`` computes, for row < rows and column < columns,
+    A kernel calls ``begin`` before its first product and ``end`` after the last: around each
+    product they would take a sixth of the time. ``matmul(c, c_stride, a, b, rows, columns, steps,
+    accumulate, are_small)`` computes, for row < rows and column < columns,
 
         c[row, column] = sum over step of a[row, step] * b[step, column]   (+ c if accumulate)
 
-    where each step is of pairs of numbers, and each number is the sum of its limbs. c is float32.
-    The matrix a is a tuple: the pointer, the stride of a row, the stride of a GROUP of steps, which
-    are adjacent, and the distance of its limbs. b is the pointer, the stride of a step, and the
-    distance of its limbs. Steps and columns must be multiples of 16, rows should be multiples of
-    32. For ``are_small`` see foo_ops/kernels/products/limbs.py.
+    where a step is a pair of numbers, and a number is the sum of its limbs. c is float32. The
+    matrix a is a tuple: the pointer, the stride of a row, the stride of a GROUP of steps, which are
+    adjacent, and the distance of its limbs. b is a tuple: the pointer, the stride of a step, and
+    the distance of its limbs. Steps and columns must be multiples of 16, rows should be multiples
+    of 32. For ``are_small`` see foo_ops/kernels/products/limbs.py.
     """
     return _make_products(
         _make_product_of_sums(limbs), _make_product_by_registers(limbs, matrix_dot)
@@ -62,9 +62,9 @@ def make_amx_products(limbs: int) -> tuple[Callable, Callable, Callable]:
 
 @functools.cache
 def make_amx_products_of_bytes(a: str, b: str) -> tuple[Callable, Callable, Callable]:
-    """Make what `make_amx_products` does, for factors of int8 or uint8.
+    """Like `make_amx_products`, for factors of int8 or uint8.
 
-    Each step is of four numbers (dtype int8x4), and c is int32.
+    A step is four numbers (dtype int8x4), and c is int32.
     """
     return _make_products(
         _make_product_of_bytes(a, b), _make_product_by_registers(1, BYTE_DOTS[a, b])
@@ -98,7 +98,7 @@ def _make_products(
 
 @njit
 def moved(a, row, step):
-    """Move the left matrix on to a row and a step, which must be the first of a group."""
+    """Return the left matrix from a row and a step on; the step must be the first of a group."""
     pointer, row_stride, group_stride, limb_stride = a
     place = row * row_stride + step // GROUP * group_stride
     return shift(pointer, place), row_stride, group_stride, limb_stride
@@ -114,7 +114,7 @@ def _make_product_without_unit(by_sums: Callable) -> Callable:
 
 @functools.cache
 def _make_product_of_sums(limbs: int) -> Callable:
-    """Make the product by vectors, of the numbers that the limbs add up to."""
+    """Make the product on vectors, of the sums of the limbs."""
     LANES = lanes_of("float32")
     as_elements = pointer_to("bfloat16")
 
@@ -227,7 +227,7 @@ def _make_band(limbs: int, matrix_dot: Callable, ROWS: int) -> Callable:
 
 
 def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Callable:
-    """Make the product for ``ROWS`` x ``COLUMNS`` registers of sums: 0 and 1 above 2 and 3.
+    """Make the product for ``ROWS`` x ``COLUMNS`` registers of sums, 0 and 1 above 2 and 3.
 
     Registers 4 and 5 hold rows of one limb of a, 6 and 7 columns of one limb of b.
     """
@@ -282,7 +282,7 @@ def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Ca
 
     @njit
     def products(a, a_row, a_limb_stride, b, b_stride, b_limb_stride):
-        """Multiply the limbs in an order in which one matrix of two stays in its registers."""
+        """Multiply the limbs in an order that keeps one of the two matrices in its registers."""
         load_a(a, a_row)
         if has_three:
             load_b(shift(b, 2 * b_limb_stride), b_stride)

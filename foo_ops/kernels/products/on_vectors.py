@@ -14,7 +14,7 @@ from foo_ops.kernels.simd.types import lanes_of
 
 
 def shapes() -> tuple[tuple[int, int], ...]:
-    """Return rows and vectors of the register tiles, the widest first."""
+    """Return the numbers of rows and vectors of the register tiles, the widest first."""
     if vector_registers() == 16:
         # 12 sums, 3 vectors of b and 1 element of a fill them all.
         return (4, 3), (4, 2), (8, 1)
@@ -23,28 +23,28 @@ def shapes() -> tuple[tuple[int, int], ...]:
 
 
 def tall_shape() -> tuple[int, int]:
-    """Return rows and vectors of the tile that reads the least of b, for many rows.
+    """Return the numbers of rows and vectors of the tile that reads the least of b, for many rows.
 
-    b stays in the nearest cache with it. A tile of more vectors reads b from the second one, which
-    takes a fifth of the time of float32 on a processor with AVX-512.
+    With it, b stays in L1. A tile of more vectors reads b from L2, which takes a fifth of the time
+    of float32 on a processor with AVX-512.
     """
     return (6 if vector_registers() == 16 else 12), 2
 
 
-# Rows of the tiles for what tall tiles leave.
+# Rows of the tiles for the rows that tall tiles leave.
 REST = 4
-# Steps between two looks at whether there are more. Where another thread takes half of a core's
-# instructions, as a neighbour of a virtual machine may, each one counts: with 4 in place of 1, a
-# Zen 3 takes 0.86 of the time, and with 8 0.84.
+# Steps per iteration of the loop. If another thread shares the core, as a neighbour of a virtual
+# machine may, each instruction counts: with 4 instead of 1, a Zen 3 takes 0.86 of the time, and
+# with 8 0.84.
 UNROLLED = 4
 
 
 @functools.cache
 def make_next_register_panel(dtype: str) -> Callable:
-    """Make ``next_panel(columns)``: how many of these columns one register tile takes."""
+    """Make ``next_panel(columns)``: the number of columns that the next register tile takes."""
     lanes = lanes_of(dtype)
     widest, pair, _ = (vectors * lanes for _, vectors in shapes())
-    # Two tiles of two vectors are quicker than one of three and one of one.
+    # Two tiles of two vectors are faster than one of three and one of one.
     halved = 2 * pair if 2 * pair == widest + lanes else 0
 
     @njit
@@ -58,7 +58,7 @@ def make_next_register_panel(dtype: str) -> Callable:
 
 @functools.cache
 def make_matmul(c: str, a: str, b: str) -> Callable:
-    """Make the matrix product for a compute dtype c, and dtypes a and b that load as it.
+    """Make the matrix product for a compute dtype c, and dtypes a and b with that compute dtype.
 
     ``matmul(c, c_stride, a, a_row_stride, a_step_stride, b, b_stride, rows, columns, steps,
     accumulate)`` computes, for row < rows and column < columns,
@@ -92,10 +92,10 @@ def make_matmul(c: str, a: str, b: str) -> Callable:
 
 @functools.cache
 def make_tall_matmul(c: str, a: str, b: str) -> Callable:
-    """Make what `make_matmul` does for many rows, and for columns of one tile of `tall_shape`.
+    """Like `make_matmul`, for many rows, and for the columns of one tile of `tall_shape`.
 
-    Columns of one vector take tiles of as many rows, since callers cut rows so: by tiles of 8 the
-    last 4 of 12 rows, one by one, would wait for each sum, and take twice as long as the others.
+    Columns of one vector use tiles of the same rows, since callers cut rows for them: with tiles of
+    8, the last 4 of 12 rows, one by one, would wait for each sum, and take twice as long.
     """
     lanes = lanes_of(c)
     rows, vectors = tall_shape()
@@ -114,12 +114,12 @@ def make_tall_matmul(c: str, a: str, b: str) -> Callable:
 
 @functools.cache
 def make_panel_product(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:
-    """Make what `make_matmul` does for c, a and b of these dtypes, with ``COLUMNS`` vectors of
-    columns: ``ROWS`` rows at a time, then some, then row by row.
+    """Make the matrix product of a panel of ``COLUMNS`` vectors, for dtypes c, a and b.
 
-    The sums of a tile of c stay in registers over all steps. What c held is added at the end: one
-    sum over thousands of keys or queries rounds each step to the digits of all of them, while the
-    sums of one tile each are as exact as a sum of few.
+    It computes ``ROWS`` rows at a time, then some, then row by row. The sums of a tile of c stay in
+    registers over all steps. The previous values of c are added at the end: one sum over thousands
+    of keys or queries would round each step to that sum's precision, while the sum of each tile is
+    as exact as a sum of few.
     """
     LANES = lanes_of(dtypes[0])
     has_rest = ROWS > REST and ROWS * COLUMNS > 2 * REST
@@ -138,7 +138,7 @@ def make_panel_product(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) ->
 
 
 def _make_rows(LANES: int, ROWS: int, COLUMNS: int, STEPS: int) -> Callable:
-    """Make the product of so many rows at a time, from ``row`` on; returns where it stops."""
+    """Make the product of ``ROWS`` rows at a time, from ``row`` on; it returns the next row."""
     add_products = _make_sum(STEPS)
 
     @njit
@@ -157,8 +157,9 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, STEPS: int) -> Callable:
 
 
 def _make_sum(STEPS: int) -> Callable:
-    """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps)``, of a tile, which looks
-    each ``STEPS`` steps whether there are more.
+    """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps)`` of a tile.
+
+    Its loop is unrolled by ``STEPS`` steps.
     """
 
     @njit
@@ -174,7 +175,7 @@ def _make_sum(STEPS: int) -> Callable:
 
     @njit
     def add_unrolled(sums, a, a_row, a_step, b, b_stride, steps):
-        # Strides of 1 are parts of the instructions' addresses.
+        # With a stride of 1, offsets are constants in the instructions' addresses.
         whole = steps // STEPS * STEPS if a_step == 1 or a_row == 1 else 0
         if a_step == 1:
             for step in range(0, whole, STEPS):

@@ -1,14 +1,14 @@
-"""Choose what matrix products are made of: vectors or a matrix unit, numbers, pairs or limbs.
+"""Choose how to multiply matrices: on vectors or a matrix unit, as numbers, pairs or limbs.
 
 bfloat16 enters products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of two
 along the dimension that is summed over), else as float32. float16 enters as float32. For a matrix
 unit all of these enter as limbs of bfloat16, in pairs: see foo_ops/kernels/products/limbs.py.
 
-The matrices of a product are tuples. The left one, whose elements are broadcast, has a pointer, the
-stride of a row, the stride of a group of steps (a single step on vectors), and the distance of its
-limbs. The right one, whose rows are vectors, has a pointer, the stride of a step, and the distance
-of its limbs. Where a left matrix is copied for a matrix unit, its groups lie one after the other,
-so that the rows of a register are adjacent.
+The matrices of a product are tuples. The left matrix, whose elements are broadcast, is a pointer,
+the stride of a row, the stride of a group of steps (a single step on vectors), and the distance of
+its limbs. The right matrix, whose rows are vectors, is a pointer, the stride of a step, and the
+distance of its limbs. If a left matrix is copied for a matrix unit, its groups lie one after the
+other, so that the rows of a register are adjacent.
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ def step_of(in_products: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The multiples that the sizes of a matrix product must be of.
-
-    What is missing to a multiple is zeros.
+    """Multiples of the sizes of a matrix product; matrices are padded with zeros to them.
 
     Attributes:
         rows: a multiple for the rows of the left matrix.
         columns: a multiple for the columns of the right matrix.
         depth: a multiple for the elements that are summed over.
-        room: how many times the memory of the compute dtype the limbs of a matrix may take.
+        room: the memory for the limbs of a matrix, as a multiple of that for the compute dtype.
     """
 
     rows: int
@@ -71,10 +69,10 @@ def sizes_of(dtype: str) -> Sizes:
 
 @functools.cache
 def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Make ``matmul``, and ``begin()`` and ``end()`` around a kernel's products.
+    """Make ``matmul``, and ``begin()`` and ``end()``, called around a kernel's products.
 
     ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes c = a b, or
-    adds it. ``are_small`` tells whether all numbers of both matrices are: see
+    c += a b. ``are_small``: all numbers of both matrices are small, see
     foo_ops/kernels/products/limbs.py.
     """
     limbs = limbs_of(dtype)
@@ -85,7 +83,7 @@ def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
 def make_vector_products(
     dtype: str, make: Callable[..., Callable] = make_matmul
 ) -> tuple[Callable, Callable, Callable]:
-    """Make what `make_products` does, on vectors, with a product that ``make`` makes."""
+    """SIMD version of `make_products`; ``make`` builds the matrix product."""
     return make_products_on_vectors(compute_dtype(dtype), vector_product_dtype(dtype), make)
 
 
@@ -93,7 +91,7 @@ def make_vector_products(
 def make_products_on_vectors(
     compute: str, in_products: str, make: Callable[..., Callable] = make_matmul
 ) -> tuple[Callable, Callable, Callable]:
-    """Make them for sums in a compute dtype, of what enters products in another."""
+    """Like `make_vector_products`, with the compute dtype and the dtype in products given."""
     on_vectors = make(compute, in_products, in_products)
 
     @njit
@@ -110,7 +108,7 @@ def make_products_on_vectors(
 
 @functools.cache
 def make_step_counter(dtype: str) -> Callable:
-    """Make ``steps(count)``: the steps of a product that is summed over ``count`` elements."""
+    """Make ``steps(count)``: the number of steps of a product summed over ``count`` elements."""
     DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))
 
     @njit

@@ -1,16 +1,16 @@
-"""Use the matrix unit of a processor: AMX, with eight registers of 16 rows of 64 bytes.
+"""The matrix unit of a processor: AMX, with eight registers of 16 rows of 64 bytes.
 
     matrix_configure(), matrix_release()    around a kernel that uses the registers
-    matrix_zero(NUMBER)                     all elements of a register
+    matrix_zero(NUMBER)                     zero a register
     matrix_load(NUMBER, pointer, stride)    16 rows of 16 elements, which are ``stride`` apart
     matrix_store(NUMBER, pointer, stride)
     matrix_dot(C, A, B)                     c[i, j] += sum over k of both products of a pair,
                                             a[i, k] and b[k, j]
     BYTE_DOTS[a, b](C, A, B)                the same with the four products of bytes
 
-C is of float32, A and B are of dtype bfloat16x2, whose pairs are neighbours in a's rows and in b's
-columns. Of bytes, int8 or uint8, four are neighbours, and C is of int32. NUMBER, A, B and C are the
-numbers of registers, from 0 to 7. Subnormal numbers count as zero, as for AVX512-BF16.
+C has dtype float32, A and B have dtype bfloat16x2; pairs are neighbours in a's rows and in b's
+columns. With bytes, int8 or uint8, four are neighbours, and C has dtype int32. NUMBER, A, B and C
+are the numbers of registers, from 0 to 7. Subnormal numbers count as zero, as for AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REGISTERS, _ROW_BYTES = 8, 64
 
 
 def _call(builder: ir.IRBuilder, name: str, args: list[ir.Value]) -> None:
-    """These intrinsics name their registers, and LLVM leaves them in the order of the program."""
+    """Call an AMX intrinsic that names its registers; LLVM keeps these calls in program order."""
     function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}")
     builder.call(function, args)
 
 
 def _configuration() -> bytearray:
-    """Choose palette 1, and for each register its bytes in a row and its rows."""
+    """Return the configuration: palette 1, and each register's bytes in a row and rows."""
     data = bytearray(64)
     data[0] = 1
     for register in range(_REGISTERS):
@@ -57,7 +57,7 @@ def matrix_configure(typing_context):
 
 @intrinsic
 def matrix_release(typing_context):
-    """Give the registers back: a thread that is stopped then need not save them."""
+    """Release the registers, so that a context switch need not save them."""
 
     def generate(context, builder, signature, args):
         _call(builder, "tilerelease", [])
@@ -94,7 +94,7 @@ def matrix_store(typing_context, number, pointer, stride):
 
 
 def _place(builder, number, pointer, args) -> list[ir.Value]:
-    """Return a register, and where its rows are, with the bytes from one to the next."""
+    """Return a register's number, the address of its rows, and their stride in bytes."""
     _, address, stride = args
     step = builder.mul(stride, INT64(ELEMENTS[pointer.dtype].size))
     return [INT8(number.literal_value), builder.bitcast(address, INT8.as_pointer()), step]

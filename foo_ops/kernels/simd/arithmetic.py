@@ -1,4 +1,4 @@
-"""Calculate with vectors, lane by lane."""
+"""Arithmetic of vectors, lane by lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foo_ops.kernels.simd.types import INT64, Vector, call_intrinsic, emit_fma, 
 
 @intrinsic(prefer_literal=True)
 def splat(typing_context, value, lanes):
-    """Return a vector with a scalar in each of its lanes, whose number is a constant.
+    """Return a vector with a scalar in each lane; the number of lanes is a constant.
 
     Example:
         >>> totals = language.splat(language.zero(x), language.lanes(x))
@@ -35,7 +35,7 @@ def _holds_integers(vector: Vector) -> bool:
 
 
 def _define_arithmetic(function: Callable[..., Any], of_floats: str, of_integers: str = "") -> None:
-    """Make an operator of Python work on two vectors of one type."""
+    """Define a Python operator for two vectors of the same type."""
 
     @infer_global(function)
     class Template(AbstractTemplate):
@@ -62,7 +62,7 @@ for _arithmetic in (
 
 
 def _compare(builder: ir.IRBuilder, comparison: str, vector: Vector, *args: ir.Value) -> ir.Value:
-    """Compare vectors lane by lane; what a NaN is compared with is neither less nor more."""
+    """Compare vectors lane by lane; comparisons with NaN are false."""
     if not _holds_integers(vector):
         return builder.fcmp_ordered(comparison, *args)
     name = "icmp_signed" if vector.element.signed else "icmp_unsigned"
@@ -71,7 +71,7 @@ def _compare(builder: ir.IRBuilder, comparison: str, vector: Vector, *args: ir.V
 
 @intrinsic
 def fma(typing_context, a, b, c):
-    """Return a * b + c, rounded once, of vectors lane by lane.
+    """Return a * b + c, rounded once; vectors lane by lane.
 
     Example:
         >>> vector = language.load_vector(x, 0, language.lanes(x))
@@ -88,7 +88,7 @@ def fma(typing_context, a, b, c):
 
 @intrinsic
 def absolute(typing_context, a):
-    """Return |a|, of a vector lane by lane.
+    """Return |a|; vectors lane by lane.
 
     Example:
         >>> vector = language.absolute(language.load_vector(x, 0, language.lanes(x)))
@@ -105,7 +105,7 @@ def absolute(typing_context, a):
 
 @intrinsic
 def maximum(typing_context, a, b):
-    """Return the larger of two, of vectors lane by lane; where one is NaN, the second.
+    """Return the larger of two, vectors lane by lane; the second if one is NaN.
 
     Example:
         >>> vector = language.load_vector(x, 0, language.lanes(x))
@@ -154,7 +154,7 @@ def select(typing_context, mask, a, b):
 
 @intrinsic
 def any_lane(typing_context, mask):
-    """Whether a mask is true in a lane.
+    """Whether a mask is true in any lane.
 
     Example:
         >>> a = language.load_vector(x, 0, language.lanes(x))
@@ -172,7 +172,7 @@ def any_lane(typing_context, mask):
 
 @intrinsic
 def next_lane(typing_context, mask, start):
-    """Return the first lane, from one on, in which a mask is true, or the number of lanes.
+    """Return the first lane from ``start`` on in which a mask is true, or the number of lanes.
 
     ``start`` is at most the number of lanes.
 
@@ -185,7 +185,7 @@ def next_lane(typing_context, mask, start):
         ...     y[lane] = x[lane]
         ...     lane = language.next_lane(found, lane + 1)
     """
-    # There is room for a bit behind the lanes, which is always set.
+    # One more bit after the lanes is always set, so that the search ends there.
     width = 32 if mask.lanes < 32 else 64 if mask.lanes < 64 else 2 * mask.lanes
 
     def generate(context, builder, signature, args):

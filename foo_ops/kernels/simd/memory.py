@@ -1,4 +1,4 @@
-"""Read and write memory through a `Pointer` or a `Row`; checked accesses record what is outside."""
+"""Read and write memory through a `Pointer` or a `Row`, checked or not."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from foo_ops.kernels.simd.types import (
 
 # --------------------------------------------------------------------------------- checked accesses
 
-# Guard the accesses of a kernel that is checked: what is outside is not touched, and recorded.
+# Guards the accesses of a checked kernel: memory outside is not touched, and the access recorded.
 #
-# An access outside goes to a slot of its own instead, which reads as zero. The first one of a call
-# is described in the struct ``Outside`` (csrc/ops/view.h), from which the launcher makes an
-# IndexError when the kernel is done.
+# An access outside goes to a separate slot instead, which reads as zero. The struct ``Outside``
+# (csrc/ops/view.h) describes the first one of a call; the launcher raises an IndexError from it
+# when the kernel is done.
 
 
 # The fields of the C++ struct View, each of eight bytes.
@@ -48,7 +48,7 @@ OF_ELEMENT, OF_ROW, OF_FLAT, IN_ROW, OF_SHAPE, OF_PRODUCT, OF_LIST = range(7)
 
 
 def is_in(builder: ir.IRBuilder, index: ir.Value, size: ir.Value) -> ir.Value:
-    """Whether an index is in [0, size): a negative one is a large number without a sign."""
+    """Whether an index is in [0, size); as an unsigned number, a negative one is large."""
     return builder.icmp_unsigned("<", index, size)
 
 
@@ -62,7 +62,7 @@ def record_unless(
     row: ir.Value | None = None,
     lanes: int | None = None,
 ) -> None:
-    """Describe an access that is not inside of a view, where it is the first of the call."""
+    """Record an access outside of a view, if it is the first one of the call."""
     told = indices[:MOST_INDICES]
     with builder.if_then(builder.not_(is_inside), likely=False):
         address = builder.load(builder.gep(view, [INT64(OUTSIDE)]))
@@ -82,7 +82,7 @@ def record_unless(
 
 
 def _place(context: Any, builder: ir.IRBuilder) -> ir.Value:
-    """Return the text that says where the statement is that is being compiled."""
+    """Return a text with file, line and source of the statement that is being compiled."""
     place = context.place
     line = linecache.getline(place.filename, place.line).strip()
     text = f"{place.filename}:{place.line}" + (f": {line}" if line else "")
@@ -90,7 +90,7 @@ def _place(context: Any, builder: ir.IRBuilder) -> ir.Value:
 
 
 def guarded(builder: ir.IRBuilder, is_inside: ir.Value, address: ir.Value) -> ir.Value:
-    """Return an address, or where it is outside that of a slot with zeros."""
+    """Return an address if it is inside, else the address of a slot with zeros."""
     slot = cgutils.alloca_once(builder, address.type.pointee)
     with builder.if_then(builder.not_(is_inside), likely=False):
         builder.store(ir.Constant(address.type.pointee, None), slot)
@@ -106,9 +106,9 @@ def address_in(
     lanes: int = 1,
     told: ir.Value | None = None,
 ) -> ir.Value:
-    """Return the address of an element behind a pointer or in a row, or of a vector of them.
+    """Return the address of an element, or of a vector of them, at a pointer or in a row.
 
-    What is outside is said to be at ``told``, or else at the index, counted from the first element.
+    An access outside is reported at ``told``, by default at the index from the first element.
     """
     if isinstance(type_, Pointer):
         return _as_vector(builder, builder.gep(value, [index]), lanes)
@@ -135,7 +135,7 @@ def _as_vector(builder: ir.IRBuilder, address: ir.Value, lanes: int) -> ir.Value
 
 
 def pointer_in(context: Any, builder: ir.IRBuilder, type_: Pointer | Row, value: ir.Value) -> Any:
-    """Return the plain pointer behind a pointer or a row, for what cannot be checked."""
+    """Return the unchecked LLVM pointer of a pointer or a row."""
     if isinstance(type_, Pointer):
         return value
     return cgutils.create_struct_proxy(type_)(context, builder, value=value).data
@@ -144,7 +144,7 @@ def pointer_in(context: Any, builder: ir.IRBuilder, type_: Pointer | Row, value:
 def shifted(
     context: Any, builder: ir.IRBuilder, type_: Pointer | Row, value: ir.Value, count: ir.Value
 ) -> ir.Value:
-    """Let a pointer or a row begin ``count`` elements further on."""
+    """Return a pointer or a row that begins ``count`` elements further on."""
     if isinstance(type_, Pointer):
         return builder.gep(value, [count])
     row = cgutils.create_struct_proxy(type_)(context, builder, value=value)
@@ -158,11 +158,11 @@ def shifted(
 
 # ------------------------------------------------------------------------------------------- memory
 
-# Read and write memory through a `Pointer` or a `Row`: elements, and vectors of adjacent ones.
+# Reads and writes memory through a `Pointer` or a `Row`: elements, and vectors of adjacent ones.
 
 
 CACHE_LINE = 64
-"""Bytes."""
+"""The size of a cache line, in bytes."""
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def address_of(typing_context, pointer):
 
 @intrinsic
 def shift(typing_context, pointer, count):
-    """Return a pointer that is moved on by some elements.
+    """Return a pointer moved on by ``count`` elements.
 
     Example:
         >>> second_half = language.shift(x, size // 2)
@@ -211,7 +211,7 @@ def shift(typing_context, pointer, count):
 
 @intrinsic
 def shift_bytes(typing_context, pointer, count):
-    """Return a pointer that is moved on by some bytes.
+    """Return a pointer moved on by ``count`` bytes.
 
     Example:
         >>> third_of_float32 = language.shift_bytes(x, 8)
@@ -230,7 +230,7 @@ def shift_bytes(typing_context, pointer, count):
 
 @intrinsic
 def load(typing_context, pointer, index):
-    """Return an element in the compute type, as ``pointer[index]`` does.
+    """Return an element in the compute type, like ``pointer[index]``.
 
     Example:
         >>> y[i] = 2 * language.load(x, i)
@@ -297,14 +297,14 @@ def store_element(
 
 @intrinsic
 def prefetch(typing_context, pointer, index):
-    """Begin to bring an element to the second cache. It need not exist.
+    """Prefetch an element into L2. It need not exist.
 
     Example:
         >>> language.prefetch(x, i + 256)
     """
 
     def generate(context, builder, signature, args):
-        # More lines can be on their way there than to the first.
+        # More lines can be in flight to L2 than to L1.
         return _emit_prefetch(context, builder, pointer, args, 2)
 
     return types.void(pointer, types.intp), generate
@@ -312,7 +312,7 @@ def prefetch(typing_context, pointer, index):
 
 @intrinsic
 def prefetch_near(typing_context, pointer, index):
-    """Begin to bring an element to the cache that `fetches_to_first` names. It need not exist."""
+    """Prefetch an element into the cache that `fetches_to_first` chooses. It need not exist."""
 
     def generate(context, builder, signature, args):
         return _emit_prefetch(context, builder, pointer, args, _near())
@@ -322,11 +322,10 @@ def prefetch_near(typing_context, pointer, index):
 
 @intrinsic(prefer_literal=True)
 def prefetch_vectors(typing_context, pointer, index, lanes, count):
-    """Begin to bring so many adjacent vectors to the first cache, or to the second where that is
-    quicker. They need not exist.
+    """Prefetch ``count`` adjacent vectors into L1, or into L2 where that is faster.
 
-    For rows that are found through indices, some rows ahead, which no processor can guess. The
-    number of lanes and of vectors are constants.
+    They need not exist. Use this some rows ahead for rows found through indices, which a processor
+    cannot predict. The numbers of lanes and of vectors are constants.
 
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
@@ -350,7 +349,7 @@ def _near() -> int:
 def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:
     element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
     address = builder.bitcast(element, INT8.as_pointer())
-    # To be read, to the first cache (3) or the second (2), and as data.
+    # Prefetch for reading, into L1 (3) or L2 (2), as data.
     options = [INT32(0), INT32(level), INT32(1)]
     types_ = [address.type, *(it.type for it in options)]
     function = cgutils.get_or_insert_function(
@@ -362,7 +361,7 @@ def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any,
 
 @intrinsic(prefer_literal=True)
 def load_vector(typing_context, pointer, index, lanes):
-    """Return adjacent elements in the compute type: as many as a constant says.
+    """Return ``lanes`` adjacent elements, a constant number, in the compute type.
 
     Example:
         >>> vector = language.load_vector(x, 0, language.lanes(x))
@@ -379,7 +378,7 @@ def load_vector(typing_context, pointer, index, lanes):
 
 @intrinsic(prefer_literal=True)
 def load_first(typing_context, pointer, index, count, lanes):
-    """Return a vector of ``count`` adjacent elements, of at most its lanes, and zeros."""
+    """Return a vector of ``count`` adjacent elements, filled up with zeros."""
     vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):
@@ -395,9 +394,7 @@ def load_first(typing_context, pointer, index, count, lanes):
 
 @intrinsic(prefer_literal=True)
 def load_pieces(typing_context, pointer, stride, count, lanes):
-    """Return a vector of pieces of ``count`` adjacent numbers of a compute type, whose beginnings
-    are a stride apart.
-    """
+    """Return a vector of pieces of ``count`` adjacent numbers; pieces begin a stride apart."""
     size, vector = count.literal_value, Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):
@@ -414,7 +411,7 @@ def load_pieces(typing_context, pointer, stride, count, lanes):
 
 @intrinsic(prefer_literal=True)
 def load_repeated(typing_context, pointer, index, times, lanes):
-    """Return a vector of adjacent numbers, each of which is in so many adjacent lanes."""
+    """Return a vector of adjacent numbers, each repeated in ``times`` adjacent lanes."""
     vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):
@@ -431,21 +428,21 @@ def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
 
 
 def emit_load_elements(builder, dtype, pointer, index, count) -> ir.Value:
-    """Emit the load of adjacent elements as they lie in memory."""
+    """Emit the load of adjacent elements in their storage type."""
     stored = ir.VectorType(ELEMENTS[dtype].storage, count).as_pointer()
     address = builder.bitcast(builder.gep(pointer, [index]), stored)
     return builder.load(address, align=ELEMENTS[dtype].alignment)
 
 
 def emit_load_first(builder, dtype, address, count, lanes) -> ir.Value:
-    """Emit the load of so many elements as they lie in memory; the other lanes are zeros."""
+    """Emit the load of ``count`` elements in their storage type; the other lanes are zeros."""
     order = ir.Constant(ir.VectorType(INT8, lanes), list(range(lanes)))
     most = emit_splat(builder, builder.trunc(count, INT8), lanes)
     return emit_masked_load(builder, dtype, address, builder.icmp_signed("<", order, most))
 
 
 def emit_masked_load(builder, dtype, address, mask) -> ir.Value:
-    """Emit the load of the elements, as they lie in memory, where a mask is true, and of zeros."""
+    """Emit the load of elements, in their storage type, where a mask is true; zeros elsewhere."""
     stored = ir.VectorType(ELEMENTS[dtype].storage, mask.type.count)
     name = f"llvm.masked.load.{suffix(stored)}.p0"
     return call_intrinsic(builder, name, stored, [address, mask, ir.Constant(stored, None)])

@@ -1,4 +1,4 @@
-"""Numbers of few bits: pairs of 16, fixed point, limbs of bfloat16, integers of 8 and 4 bits."""
+"""Narrow numbers: 16-bit pairs, fixed point, limbs of bfloat16, 8-bit and 4-bit integers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from foo_ops.kernels.simd.types import (
 
 # -------------------------------------------------------------------------------------------- pairs
 
-# Multiply and pack pairs in 32 bits, of bfloat16 (dtype bfloat16x2) or int16 (int16x2): two
+# Multiplies and packs pairs in 32 bits, of bfloat16 (dtype bfloat16x2) or int16 (int16x2): two
 # products at once.
 
 
@@ -43,7 +43,7 @@ _INTEGER_DOTS = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.51
 
 
 class _BFloat(ir.Type):
-    """The bfloat of LLVM, which llvmlite lacks."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -70,7 +70,7 @@ def emit_integer_pair_fma(
 ) -> ir.Value:
     """Compute total + a[0] * b[0] + a[1] * b[1] for vectors of pairs of int16.
 
-    With VNNI, LLVM makes one instruction of it.
+    With VNNI, LLVM fuses it to one instruction.
     """
     lanes = total.type.count
     if has_integer_dot(lanes):
@@ -80,7 +80,7 @@ def emit_integer_pair_fma(
         return builder.add(total, call_intrinsic(builder, name, total.type, factors))
     half = constant_of(total.type, 16)
     for shift in (0, 16):
-        # The lower half is moved up, so that the shift to the right keeps its sign.
+        # The lower half is shifted up first, so that the arithmetic shift extends its sign.
         x, y = (builder.shl(it, constant_of(it.type, 16 - shift)) for it in (a, b))
         x, y = builder.ashr(x, half), builder.ashr(y, half)
         total = emit_multiply_add(builder, x, y, total)
@@ -149,32 +149,31 @@ def second_of_pairs(typing_context, pairs):
 
 # -------------------------------------------------------------------------------------- fixed point
 
-# Numbers as integers of 16 or 24 bits, and their products with integers of 4 bits.
+# Numbers as integers of 16 or 24 bits, and their products with 4-bit integers.
 #
-# A number is such an integer times a scale that it has in common with others, a power of two. It is
-# kept as digits of base 256, from -128 to 127, the highest first, where the processor adds up four
-# products of bytes in a lane of 32 bits (VNNI); elsewhere they are of base 65536, and two products
-# are added up. Sums of products are exact, and become numbers at the end.
+# A number is such an integer times a scale, a power of two that it shares with others. If the
+# processor adds up four products of bytes in a 32-bit lane (VNNI), the integer is stored as digits
+# of base 256, from -128 to 127, the highest first; otherwise the base is 65536, and two products
+# are added up. Sums of products are exact, and are converted to floats at the end.
 
 
-# The bits of a float32 that are not its sign, those of its mantissa, and one of its exponent.
+# The bits of a float32 except its sign, the bits of its mantissa, and the lowest of its exponent.
 MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
 LANE_BYTES = 4
-"""Of a lane of integers, in which products are added up."""
+"""Bytes of a lane of integers, in which products are added up."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """How numbers lie that are multiplied by integers of 4 bits in vectors of so many lanes.
+    """The layout of numbers that are multiplied by 4-bit integers.
 
-    The digits of one place belong to ``parts`` vectors, of which each is multiplied by what a shift
-    by 4 more bits brings out of the integers: lower and upper ones in turns, which belong to the
-    first and second half of a group.
+    The digits of one place are in ``parts`` vectors. Each is multiplied by the integers shifted
+    right by 4 more bits: lower and upper integers in turn, of the first and second half of a group.
 
     Attributes:
-        bits: of a number.
-        lanes: of 32 bits.
-        size: bytes of a digit.
+        bits: the bits of a number.
+        lanes: the 32-bit lanes of a vector.
+        size: the bytes of a digit.
     """
 
     bits: int
@@ -191,7 +190,7 @@ class Digits:
 
     @property
     def per_byte(self) -> int:
-        """How many bytes they take for each byte of integers."""
+        """Bytes of digits for each byte of integers."""
         return self.places * self.parts
 
     @property
@@ -204,12 +203,12 @@ class Digits:
 
 
 def digits_of(bits: int, lanes: int) -> Digits:
-    """Return the digits of numbers of 16 or 24 bits that are quickest on the processor."""
+    """Return the fastest layout of 16-bit or 24-bit numbers on the processor."""
     return Digits(bits, lanes, size=1 if has_byte_dot(lanes) else 2)
 
 
 def bits_of_float(number: float) -> int:
-    """Return the bits of a float32; those of magnitudes have their order, NaN the last."""
+    """Return the bits of a float32; bits of magnitudes compare like magnitudes, NaN is largest."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
@@ -231,15 +230,15 @@ def largest_magnitude(typing_context, line, count, lanes):
 
 @intrinsic(prefer_literal=True)
 def scale_of_integers(typing_context, magnitude, bits):
-    """Return the power of two that numbers up to one with this magnitude's bits are integers of so
-    many bits times, and 1 over it.
+    """Return the scale for numbers up to a magnitude, given by its bits, and the inverse.
 
-    The highest 8 bits of the largest integer are 64 to 127.
+    The scale is the power of two by which to divide, so that the numbers become integers of
+    ``bits`` bits. The highest 8 bits of the largest integer are 64 to 127.
     """
     below = bits.literal_value - 2
 
     def generate(context, builder, signature, args):
-        # Of a mantissa of 127 / 64 and more the highest digit would be 128.
+        # With a mantissa of 127 / 64 or more, the highest digit would be 128.
         above = builder.add(args[0], INT32(EXPONENT_STEP - (bits_of_float(127 / 64) & MANTISSA)))
         exponent = builder.and_(above, INT32(~MANTISSA))
         scale = builder.sub(exponent, INT32(below * EXPONENT_STEP))
@@ -254,8 +253,8 @@ def scale_of_integers(typing_context, magnitude, bits):
 def store_digits(typing_context, target, line, count, factor, bits, lanes):
     """Round numbers times a factor to integers, store their digits, and return their sum.
 
-    They lie as `Digits` says and `tile_dot_int4` reads them. Where half of ``count`` numbers are
-    fewer than the bytes of a vector, they take a part of one.
+    The layout is that of `Digits`, as `tile_dot_int4` reads it. If half of ``count`` is less than
+    the bytes of a vector, the digits take part of a vector.
     """
     half = count.literal_value // 2
 
@@ -292,20 +291,19 @@ def _store_digits_of_vector(
             start = (place * digits.parts + 2 * offset) * digits.vector_size
             address = builder.gep(target, [INT64(start)])
             builder.store(numbers, builder.bitcast(address, numbers.type.as_pointer()), align=1)
-        # A digit is from minus half of the base on: the rest is what is nearest.
+        # A digit is at least minus half of the base, so the rest is rounded to nearest.
         rest = builder.add(rest, rounding)
         rest = builder.ashr(rest, constant_of(rest.type, digits.base_bits))
 
 
 @intrinsic(prefer_literal=True)
 def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits):
-    """Add to tile[i, j] the products of a's i-th row of digits and of integers of b's j-th row,
-    times factors.
+    """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
 
-    A lane takes the integers of its own 32 bits of b. As many adjacent lanes as there are to one of
-    ``groups`` share a factor. Those of tile[i, j] are ``i * columns + j`` vectors of factors on, of
-    which the first ones are taken. ``count`` is how many bytes of b there are, or None for a whole
-    vector. Strides are in bytes.
+    The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
+    adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
+    ones of the vector ``i * columns + j``. ``count`` is the number of bytes of b, or None for a
+    whole vector. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
@@ -319,7 +317,7 @@ def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors
         return _split_integers(builder, digits, both)
 
     def add_product(builder, total, product, pointer, position):
-        # A whole vector, which the instruction that shuffles reads from memory itself.
+        # A whole vector, so that the shuffle instruction can read it from memory.
         factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
         factor = emit_shuffle(builder, factor, factor, sharing)
         return emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
@@ -343,8 +341,8 @@ def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors
 
 
 def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
-    """Return integers of 4 bits as parts of vectors, each as long as a digit."""
-    # No processor shifts bytes.
+    """Return vectors of 4-bit integers, each widened to the size of a digit."""
+    # No instruction shifts bytes, so 16 bits are shifted.
     halves = ir.VectorType(INT16, 2 * digits.lanes)
     both, mask = (
         builder.bitcast(both, halves),
@@ -362,7 +360,7 @@ def _dot_columns(
     line: ir.Value,
     columns: list[list[ir.Value]],
 ) -> list[ir.Value]:
-    """Return the sums of products of a row's digits and of each column's integers."""
+    """Return the sums of products of a row's digits and each column's integers."""
     words = ir.VectorType(INT32, digits.lanes)
     totals = [ir.Constant(words, None)] * len(columns)
     for place in range(digits.places):
@@ -373,8 +371,8 @@ def _dot_columns(
             index = INT64((place * digits.parts + part) * digits.vector_size)
             digit = emit_load_vector(builder, dtype, line, index, digits.vector_size)
             digit = builder.bitcast(digit, words)
-            # Column by column, so that a product need not wait for the one before it: processors
-            # look for others only so far ahead (1.04 to 1.24 times as fast on a Zen 4).
+            # Alternate columns, so that a product need not wait for the one before: a processor's
+            # lookahead is limited (1.04 to 1.24 times as fast on a Zen 4).
             totals = [
                 _emit_dot(builder, digits, column[part], digit, total)
                 for column, total in zip(columns, totals, strict=True)
@@ -385,7 +383,7 @@ def _dot_columns(
 def _emit_dot(
     builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """Add the products of four bytes to a lane, or of two digits of two bytes."""
+    """Add the products of four bytes, or of two digits of two bytes, to each lane."""
     if digits.size == 2:
         return emit_integer_pair_fma(builder, integers, digit, total)
     name = f"llvm.x86.avx512.vpdpbusd.{32 * digits.lanes}"
@@ -394,7 +392,7 @@ def _emit_dot(
 
 # -------------------------------------------------------------------------------------------- limbs
 
-# Make bfloat16 limbs of wider numbers, and store and load pairs of them.
+# Splits wider numbers into bfloat16 limbs, and stores and loads pairs of them.
 
 
 _UPPER = 0xFFFF0000
@@ -404,7 +402,7 @@ _UPPER = 0xFFFF0000
 def bfloat16_limb(typing_context, x):
     """Round x to the nearest bfloat16 (halves away from zero), as float32.
 
-    A NaN must be one that processors make, whose last bits are not all ones.
+    A NaN must be one that processors generate, whose last bits are not all ones.
     """
 
     def generate(context, builder, signature, args):
@@ -416,7 +414,7 @@ def bfloat16_limb(typing_context, x):
 
 @intrinsic
 def bfloat16_limb_of_any(typing_context, x):
-    """Round as `bfloat16_limb` does, for any NaN."""
+    """Round like `bfloat16_limb`, for any NaN."""
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
@@ -427,7 +425,7 @@ def bfloat16_limb_of_any(typing_context, x):
 
 
 def _select_nan(builder: ir.IRBuilder, x: ir.Value, bits: ir.Value, others: ir.Value) -> ir.Value:
-    """Select others, or where x is NaN its bits, such that their upper half is a NaN too."""
+    """Return ``others``, but where x is NaN its bits, changed so that the upper half is a NaN."""
     quiet = builder.or_(bits, constant_of(bits.type, 0x400000))
     return builder.select(builder.fcmp_ordered("ord", x, x), others, quiet)
 
@@ -438,9 +436,7 @@ def _upper_half(builder: ir.IRBuilder, bits: ir.Value, type_: ir.Type) -> ir.Val
 
 @intrinsic
 def pack_limbs(typing_context, a, b):
-    """Pack a vector of bfloat16x2: each pair is a lane of a and of b, which are bfloat16
-    already.
-    """
+    """Pack the lanes of a and b, which are bfloat16 already, to a vector of bfloat16x2."""
     result = Vector(types.int32, a.lanes)
 
     def generate(context, builder, signature, args):
@@ -471,7 +467,7 @@ def store_halves(typing_context, pointer, index, a, b):
 
 @intrinsic(prefer_literal=True)
 def interleave(typing_context, target, index, first, second, lanes):
-    """Store, as bfloat16x2, the pairs of 2 * LANES adjacent bfloat16 from each of two places."""
+    """Store, as bfloat16x2, the pairs of 2 * LANES adjacent bfloat16 from each of two pointers."""
     count = 2 * lanes.literal_value
 
     def generate(context, builder, signature, args):
@@ -505,16 +501,16 @@ def truncated_limb(typing_context, x):
 
 # ------------------------------------------------------------------------- integers of 8 and 4 bits
 
-# Make floating-point numbers of integers of 8 and of 4 bits, as weights are stored.
+# Converts 8-bit and 4-bit integers, as weights are stored, to floating-point numbers.
 #
-# Of 4 bits there are two in a byte. Those of LANES adjacent bytes are two vectors: the lower ones
-# are LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
-# the integer, less a zero, times a scale.
+# A byte holds two 4-bit integers. LANES adjacent bytes hold two vectors: the lower integers are
+# LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
+# (integer - zero) * scale.
 
 
 @intrinsic(prefer_literal=True)
 def unpack_int8(typing_context, target, source, lanes):
-    """Store LANES adjacent integers of 8 bits as numbers of the target's dtype."""
+    """Store LANES adjacent 8-bit integers as numbers of the target's dtype."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):
@@ -529,7 +525,7 @@ def unpack_int8(typing_context, target, source, lanes):
 
 @intrinsic(prefer_literal=True)
 def unpack_int4(typing_context, target, half, source, scale, zero, lanes):
-    """Store the lower numbers of LANES adjacent bytes, and ``half`` elements further the upper."""
+    """Store the lower numbers of LANES adjacent bytes, and the upper ones ``half`` elements on."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):

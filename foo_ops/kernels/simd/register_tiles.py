@@ -1,22 +1,22 @@
-"""Register tiles: vectors that stay in registers, from which products of matrices are made.
+"""Register tiles: vectors that stay in registers, for products of matrices.
 
     tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
-    tile_add(tile, pointer, stride)         tile[i, j] += what tile_load gives
+    tile_add(tile, pointer, stride)         tile += tile_load(pointer, stride, ...)
     tile_store(tile, pointer, stride)
     tile_fma(tile, a, a_row, a_step, b, b_step, STEPS)  tile[i, j] += a[i * a_row + k * a_step] *
                                             b[k * b_step, j-th vector], for each k of STEPS
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
     tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
-                                            j-th vector], for each k; of pairs, for 2k and 2k + 1;
+                                            j-th vector], for each k; with pairs, for 2k and 2k + 1;
                                             b may be int8
     tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
                                             either may be int8
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
-Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
-instruction if the processor has it (AVX512-BF16). tile_fma does so with int16x2, too.
+If a and b have dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
+instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from foo_ops.kernels.simd.types import (
 
 @intrinsic(prefer_literal=True)
 def tile_zero(typing_context, pointer, rows, columns, lanes):
-    """Make a tile of zeros in the compute type that ``pointer`` points to; nothing is read."""
+    """Make a tile of zeros in the compute type of ``pointer``, which is not read."""
     tile = _tile_type(pointer, rows, columns, lanes)
 
     def generate(context, builder, signature, args):
@@ -161,9 +161,9 @@ def tile_splat(typing_context, pointer, stride, rows, lanes):
 
 @intrinsic
 def tile_outer(typing_context, tile, factors, b, stride):
-    """Add products of rows of ``b`` to a tile, with as many factors in a row as the tile has rows.
+    """Add rows of ``b``, times one factor for each of the tile's rows, to a tile.
 
-    Factors that are pairs are those of two rows, which then have two vectors for each two of pairs.
+    A factor that is a pair belongs to two rows of ``b``, whose vectors are interleaved to pairs.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     of_pairs = factors.vector.element == types.int32
@@ -205,7 +205,7 @@ def tile_outer(typing_context, tile, factors, b, stride):
 
 
 def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
-    """Emit the load of a vector of a tile, to whose numbers integers of 8 bits are converted."""
+    """Emit the load of a vector of a tile; 8-bit integers are converted to its numbers."""
     vector = emit_load_vector(builder, dtype, pointer, index, tile.vector.lanes)
     return builder.sitofp(vector, vector_ir(tile.vector)) if dtype == "int8" else vector
 
@@ -241,7 +241,7 @@ def tile_store_sums(typing_context, tile, pointer, stride):
 
     def generate(context, builder, signature, args):
         count = tile.rows * columns
-        # As many are added up at a time as go into a vector, or the next power of two.
+        # Sums that are reduced at a time: as many as fill a vector, or the next power of two.
         size = min(lanes, 1 << (count - 1).bit_length())
         vectors = [builder.extract_value(args[0], position) for position in range(count)]
         vectors += [vectors[-1]] * (-count % size)
@@ -263,7 +263,10 @@ def tile_store_sums(typing_context, tile, pointer, stride):
 
 
 def _sums_of_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], lanes: int) -> ir.Value:
-    """Return the sum of each vector's lanes, in equal distances. Their number is a power of two."""
+    """Return the sums of each vector's lanes, evenly spaced in one vector.
+
+    The number of vectors is a power of two.
+    """
     distance = lanes // 2
     while distance > 0:
         half = max(len(vectors) // 2, 1)
@@ -274,11 +277,10 @@ def _sums_of_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], lanes: int) -
 
 
 def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
-    """Add lanes that are ``distance`` apart: a's go to the lower lane of each two, b's to the
-    upper.
+    """Add lanes that are ``distance`` apart: a's sums to the lower lane, b's to the upper.
 
-    Neighbouring lanes come last, since LLVM adds these by horizontal additions, of four operations
-    each: 8 vectors become one in 20 instructions, of which one is such.
+    Neighbouring lanes come last, since LLVM adds these by horizontal additions of four operations:
+    8 vectors become one in 20 instructions, one of which is horizontal.
     """
     count = a.type.count
     upper = [lane & distance for lane in range(count)]

@@ -25,7 +25,7 @@ from foo_ops.kernels.simd.types import (
 
 # ------------------------------------------------------------------------------------------ squares
 
-# Transpose squares of LANES x LANES elements, in registers.
+# Transposes squares of LANES x LANES elements, in registers.
 
 
 @intrinsic(prefer_literal=True)
@@ -45,7 +45,7 @@ def transpose_square(typing_context, target, target_stride, source, source_strid
 def transpose_products(
     typing_context, target, target_stride, source, source_stride, factors, lanes
 ):
-    """Transpose as `transpose_square` does, with target[j, i] = source[i, j] * factors[j]."""
+    """Like `transpose_square`, with target[j, i] = source[i, j] * factors[j]."""
 
     def generate(context, builder, signature, args):
         target_pointer, target_step, *square, factor_pointer, _ = args
@@ -62,10 +62,10 @@ def transpose_products(
 
 @intrinsic(prefer_literal=True)
 def transpose_adjacent_pairs(typing_context, target, target_stride, source, source_stride, lanes):
-    """Set target[j, i] to the pair of source[i, 2 * j] and source[i, 2 * j + 1], for LANES x LANES
-    pairs.
+    """Set target[j, i] to the pair of source[i, 2 * j] and source[i, 2 * j + 1].
 
-    The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
+    There are LANES x LANES pairs. The source is bfloat16, the target bfloat16x2. Strides are in
+    elements of each.
     """
     count = lanes.literal_value
 
@@ -95,10 +95,10 @@ def _store_transposed(builder, target, pointer, stride, rows: list[ir.Value]) ->
 
 @intrinsic(prefer_literal=True)
 def transpose_pairs(typing_context, target, target_stride, source, source_stride, lanes):
-    """Set target[j, i] to the pair of source[2 * i, j] and source[2 * i + 1, j], for LANES x LANES
-    pairs.
+    """Set target[j, i] to the pair of source[2 * i, j] and source[2 * i + 1, j].
 
-    The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
+    There are LANES x LANES pairs. The source is bfloat16, the target bfloat16x2. Strides are in
+    elements of each.
     """
     count = lanes.literal_value
 
@@ -123,7 +123,7 @@ def transpose_pairs(typing_context, target, target_stride, source, source_stride
 
 
 def _store_rows(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
-    """Store vectors, each to its row, in the form in which ``target`` lies in memory."""
+    """Store vectors, each to a row of ``target``, in its storage type."""
     for row, value in enumerate(rows):
         address = builder.gep(pointer, [builder.mul(stride, INT64(row))])
         address = builder.bitcast(address, value.type.as_pointer())
@@ -131,11 +131,11 @@ def _store_rows(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Swap the off-diagonal blocks of every 2 x 2 blocks, for blocks of 1, 2, 4 ... elements."""
+    """Transpose by swapping off-diagonal blocks of 2 x 2 blocks, of 1, 2, 4 ... elements."""
     count = len(rows)
     size = 1
     while size < count:
-        # A number below count is a lane of the upper row, one from there on of the lower row.
+        # Numbers below count are lanes of the upper row, the others of the lower row.
         upper = [lane if lane & size == 0 else count + lane - size for lane in range(count)]
         lower = [lane + size if lane & size == 0 else count + lane for lane in range(count)]
         swapped = list(rows)
@@ -151,7 +151,7 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 # --------------------------------------------------------------------------------------------- rows
 
-# Fill, copy and transpose rows of adjacent elements.
+# Fills, copies and transposes rows of adjacent elements.
 
 
 @njit
@@ -179,10 +179,9 @@ def make_fill(dtype: str) -> Callable:
 
 @functools.cache
 def make_copy_row(dtype: str) -> Callable:
-    """Make ``copy_row(target, source, column_stride, columns, width)``, which makes elements
-    adjacent.
+    """Make ``copy_row(target, source, column_stride, columns, width)``: copy to adjacent elements.
 
-    It converts between dtypes of the compute dtype ``dtype``, and writes zeros up to ``width``.
+    It converts between dtypes with the compute dtype ``dtype``, and pads with zeros to ``width``.
     """
     LANES = lanes_of(dtype)
 
@@ -203,7 +202,7 @@ def make_copy_row(dtype: str) -> Callable:
 def make_transpose(dtype: str) -> Callable:
     """Make ``transpose(target, target_stride, block, stride, rows, width)``.
 
-    The rows are of the compute dtype ``dtype``, or of pairs. ``rows`` and ``width`` must be
+    The rows have the compute dtype ``dtype``, or are pairs. ``rows`` and ``width`` must be
     multiples of the vector's lanes.
     """
     LANES = lanes_of(dtype)

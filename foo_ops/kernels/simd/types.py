@@ -1,4 +1,4 @@
-"""The types that kernels have and Numba does not, the dtypes in memory, and LLVM's instructions."""
+"""Types of kernels that Numba lacks, elements of dtypes, and LLVM instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foo_ops.kernels.compiler.processor import vector_bits
 
 # ------------------------------------------------------------------------------------- instructions
 
-# Emit LLVM instructions that work on scalars and vectors alike.
+# Emits LLVM instructions that work on scalars and vectors alike.
 
 
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -24,7 +24,7 @@ HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 def shaped(element: ir.Type, like: ir.Type) -> ir.Type:
-    """Return the element type, as a vector with as many lanes as ``like`` has, if it is one."""
+    """Return the element type, as a vector of the same lanes if ``like`` is a vector."""
     return ir.VectorType(element, like.count) if isinstance(like, ir.VectorType) else element
 
 
@@ -38,7 +38,7 @@ def constant_of(type_: ir.Type, value: float) -> ir.Constant:
 def call_intrinsic(
     builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]
 ) -> ir.Value:
-    """Call an LLVM intrinsic by its name: llvmlite's declare_intrinsic knows no vector types."""
+    """Call an LLVM intrinsic by its name; llvmlite's declare_intrinsic has no vector types."""
     function_type = ir.FunctionType(result, [argument.type for argument in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
     return builder.call(function, args)
@@ -62,7 +62,7 @@ def bits_of(type_: ir.Type) -> int:
 
 
 def emit_shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
-    """Pick the lanes with these numbers of a followed by b."""
+    """Select lanes, by number, from the lanes of a followed by those of b."""
     numbers = list(lanes)
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(numbers)), numbers))
 
@@ -75,7 +75,7 @@ def emit_splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
 
 
 def emit_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """Return a * b + c of integers."""
+    """Return a * b + c for integers."""
     return builder.add(builder.mul(a, b), c)
 
 
@@ -85,21 +85,21 @@ def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir
 
 # ------------------------------------------------------------------------------- elements of dtypes
 
-# How the elements of a dtype lie in memory, and the type that they are computed in.
+# The storage of a dtype's elements, and the type in which they are computed.
 #
 # A load widens an element to its *compute type*: float32 for float16 and bfloat16, the dtype itself
 # for all others. A store rounds to nearest even.
 #
-# Some dtypes exist in kernels only. "mask" is a bool that loads as what it adds to a score: nothing
-# where it is true, else -infinity. "bfloat16x2" and "int16x2" are pairs in 32 bits, which are
-# loaded and stored as they are and multiplied by tile_fma, "int8x4" four bytes for a matrix unit.
+# Some dtypes exist in kernels only. "mask" is a bool that loads as its contribution to a score: 0
+# if true, else -infinity. "bfloat16x2" and "int16x2" are pairs in 32 bits, which are loaded and
+# stored without conversion and multiplied by tile_fma; "int8x4" is four bytes for a matrix unit.
 
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """How a dtype lies in memory, and the Numba type that it is computed in.
+    """The storage of a dtype, and the Numba type in which it is computed.
 
-    ``parts`` says how many numbers an element is of.
+    ``parts`` is the number of numbers in an element.
     """
 
     storage: ir.Type
@@ -109,7 +109,7 @@ class Element:
 
     @property
     def alignment(self) -> int:
-        """Return that of vectors in bytes. A pair may begin at any of its numbers."""
+        """Return the alignment of vectors in bytes. A pair may begin at any number."""
         return self.size // self.parts
 
 
@@ -140,7 +140,7 @@ COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "
 
 
 def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
-    """Convert from how the dtype lies in memory to its compute type; scalars and vectors alike."""
+    """Convert from a dtype's storage type to its compute type; scalars and vectors alike."""
     if dtype == "float16":
         return builder.fpext(value, shaped(FLOAT, value.type))
     if dtype == "bfloat16":
@@ -155,7 +155,7 @@ def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
 
 
 def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
-    """Convert back from what `widen` returns, rounded to nearest even."""
+    """Convert from a dtype's compute type to its storage type, rounded to nearest even."""
     if dtype == "float16":
         return builder.fptrunc(value, shaped(HALF, value.type))
     if dtype == "bfloat16":
@@ -171,7 +171,7 @@ def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def round_upper_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Round to bfloat16, which is the upper half of what is returned; the lower half is junk."""
+    """Round to bfloat16, in the upper half of the result; the lower half is undefined."""
     wide = shaped(INT32, value.type)
     bits = builder.bitcast(value, wide)
     odd = builder.and_(builder.lshr(bits, constant_of(wide, 16)), constant_of(wide, 1))
@@ -193,7 +193,7 @@ def lanes_of(dtype: str) -> int:
 
 # -------------------------------------------------------------------------------------------- types
 
-# The types of kernels that Numba does not have: pointers, rows, vectors and register tiles.
+# Types of kernels that Numba lacks: pointers, rows, vectors and register tiles.
 
 
 HAS_STRIDE = (
@@ -203,7 +203,7 @@ HAS_STRIDE = (
 
 
 class Pointer(types.Type):
-    """Points to elements of a dtype."""
+    """A pointer to elements of a dtype."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -215,10 +215,10 @@ class Row(types.Type):
 
     Attributes:
         element: the dtype.
-        is_contiguous: the stride is 1, so that they can be read as vectors.
-        is_checked: no element outside is read or written; see bounds.py.
-        is_indexable: ``row[i]`` is an element. It is not for a tensor's memory, where strides are
-            for the kernel to follow.
+        is_contiguous: the stride is 1, so that elements can be read as vectors.
+        is_checked: no element outside is read or written: see foo_ops/kernels/simd/memory.py.
+        is_indexable: ``row[i]`` is an element. False for a tensor's memory, where the kernel has to
+            apply the strides.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Row(types.Type):
 
     @property
     def dtype(self) -> str:
-        """Return the dtype to functions of vectors, which take adjacent elements only."""
+        """Return the dtype, for functions of vectors; raise an error if elements have a stride."""
         if not self.is_contiguous:
             raise errors.TypingError(HAS_STRIDE)
         return self.element
@@ -282,9 +282,9 @@ class _PointerModel(models.PrimitiveModel):
 
 @register_model(Row)
 class _RowModel(models.StructModel):
-    """The elements before ``stop`` are inside; in a checked row those from ``first`` on.
+    """Elements before ``stop`` are inside; in a checked row, from ``first`` on.
 
-    ``view`` is the tensor's, and ``number`` says which row this is, or -1 for its whole memory.
+    ``view`` is the tensor's view; ``number`` is the row's number, or -1 for the whole memory.
     """
 
     def __init__(self, manager: Any, type_: Row) -> None:

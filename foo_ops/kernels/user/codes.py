@@ -1,17 +1,18 @@
-"""Read in a signature what the arguments of a user's function are.
+"""Read the arguments of a user's function from a signature.
 
-Each argument has a kind, with "?" after it where it may be missing:
+Each argument has a kind, followed by "?" if it may be missing:
 
-    tensor      of the common dtype in an elementwise kernel; a view in a tile kernel
+    tensor      a tensor of the common dtype in an elementwise kernel; a view in a tile kernel
     tensors     a list of tensors of one dtype and number of dimensions in a tile kernel
     own         a tensor that has its own dtype in an elementwise kernel
-    float int bool generator    a number; a generator comes as a seed
+    float int bool generator    a number; a generator is passed as a seed
     scalar      a number in the compute type of the tensors
-    ints floats ints[2]         a list of numbers, or of so many
+    ints floats ints[2]         a list of numbers; [2] is its length
     text dtype  a constant
     scratch     scratch memory of a tile kernel
 
-The signature has a code for what a kernel is compiled for: see foo_ops/csrc/launch/kernel_table.h.
+A signature has a code for each property that a kernel is compiled for: see
+foo_ops/csrc/launch/kernel_table.h.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _LISTS = {"ints": "int64", "floats": "float64"}
 
 
 def code_of(kind: str, rest: Iterator[str], coded: tuple[str, ...] = ("own",)) -> str:
-    """Take the code of an argument from a signature, where it has one.
+    """Take the code of an argument from a signature, or return GIVEN if it has none.
 
     Args:
-        kind: of the argument.
-        rest: the codes of this argument and those after it.
+        kind: the argument's kind.
+        rest: the codes from this argument on.
         coded: the kinds of tensors that have codes.
     """
     plain = kind.removesuffix("?")
@@ -49,15 +50,15 @@ def type_of_value(
     is_checked: bool,
     name: str = "",
 ) -> types.Type:
-    """Return the type of an argument that is there and no tensor.
+    """Return the type of an argument that is not missing and not a tensor.
 
     Args:
-        kind: of the argument, without "?".
-        code: in the signature.
-        floats: the type in which floats are given.
-        compute: the type in which a Scalar is given.
+        kind: the argument's kind, without "?".
+        code: its code in the signature.
+        floats: the type in which floats are passed.
+        compute: the type in which a Scalar is passed.
         is_checked: indices of lists are checked.
-        name: what the function calls it, for messages.
+        name: the argument's name in the function, for messages.
     """
     if kind == "text":
         return Text(code[1:-1])

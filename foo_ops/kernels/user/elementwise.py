@@ -1,4 +1,4 @@
-"""Loop around a scalar function: every elementwise kernel is made of this."""
+"""The loop around a scalar function, of which every elementwise kernel is made."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from foo_ops.kernels.simd.types import ELEMENTS
 from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 
 # char** data, int64_t* strides, int64_t size0, int64_t size1: TensorIterator's 2-d loop; and
-# int64_t* for all other arguments. Data and strides stand in the order outputs, inputs; strides
-# count bytes, first those of the inner loop.
+# int64_t* for all other arguments. Data and strides are in the order outputs, inputs; strides are
+# in bytes, the inner loop's first.
 ARGUMENT_TYPES = (
     types.CPointer(types.intp),
     types.CPointer(types.int64),
@@ -45,16 +45,16 @@ def make_elementwise_kernel(
     """Make the kernel that applies a scalar function to every element.
 
     Args:
-        signature: the inputs' common dtype, then what codes.py says of the arguments; at the end
-            "checked" where no index of a list may be outside.
-        kinds: of each argument of the function, see codes.py.
+        signature: the inputs' common dtype, then the codes of the arguments (see codes.py); at the
+            end "checked" if indices of lists are checked.
+        kinds: the kind of each argument of the function, see codes.py.
         variants: for each common dtype the position of its function, the dtype in which elements
             are read, and the dtypes in which the outputs are written.
-        depends_on: for each output the argument without which it is missing, or -1. It is empty
-            where all outputs are always there.
+        depends_on: for each output, the argument without which it is missing, or -1; empty if no
+            output is ever missing.
         functions: each takes one scalar for each argument and returns one for each output, in the
-            compute types of their dtypes (see foo_ops/kernels/simd/types.py). A float is in
-            the inputs' compute type, where that is a floating-point type.
+            compute types of their dtypes (see foo_ops/kernels/simd/types.py). A float has the
+            inputs' compute type, if that is a floating-point type.
     """
     dtype, *given = signature.split(",")
     position, input_dtype, all_outputs = variants[dtype]
@@ -90,7 +90,7 @@ def make_elementwise_kernel(
             store_pair(to, pair, picked(scalar(*first)), picked(scalar(*second)))
         return size // 2 * 2
 
-    # Returns how many elements it has computed.
+    # Returns the number of elements computed.
     contiguous = pairs if set(dtypes) == {"bfloat16"} else elements
 
     @njit
@@ -116,8 +116,8 @@ def make_elementwise_kernel(
             done = 0
             if to_strides == dense_outputs and of_strides == dense_inputs:
                 if may_be_in_place and is_in_place(data):
-                    # The outputs are written through the first inputs' own pointers, so that LLVM
-                    # sees that an element overlaps only itself, and vectorises this loop too.
+                    # Writing through the first inputs' own pointers shows LLVM that an element
+                    # overlaps only itself, so that it vectorises this loop too.
                     done = contiguous(in_place_at(data, strides, row), of, scalars, size0)
                 else:
                     done = contiguous(to, of, scalars, size0)
@@ -129,7 +129,7 @@ def make_elementwise_kernel(
 def present_outputs(
     depends_on: tuple[int, ...], arguments: list[Argument], count: int
 ) -> list[int]:
-    """Return which outputs there are where these arguments are given."""
+    """Return the outputs that are not missing for these arguments."""
     if not depends_on:
         return list(range(count))
     missing = {place for place, it in enumerate(arguments) if it.type == types.none}
@@ -137,7 +137,7 @@ def present_outputs(
 
 
 def describe_arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
-    """Describe the arguments of a call whose signature goes on with these codes."""
+    """Describe the arguments of a call with these codes."""
     compute = ELEMENTS[common].compute
     floats = compute if isinstance(compute, types.Float) else types.float64
     is_checked = CHECKED in codes

@@ -1,4 +1,4 @@
-"""Turn Python functions of users, with all that they call and refer to, into sources of kernels."""
+"""Turn users' Python functions, with everything they call and refer to, into kernel sources."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from foo_ops.kernels.compiler.sources import PACKAGE
 
 # ------------------------------------------------------------------------------------------- copies
 
-# Copy functions with all that they refer to, as it is now: later changes do not reach the copies.
+# Copies functions with everything they refer to, so that later changes do not reach the copies.
 #
-# A kernel is compiled for one dtype today and for another one tomorrow. Both see the same globals.
-# A copy may also be in another form, which the compiler or the interpreter of kernels takes.
+# A kernel may be compiled for one dtype now and for another one later: both see the same globals. A
+# copy may also be converted to the form that the compiler or the interpreter of kernels needs.
 
 
 class Copies:
-    """Copies functions, and in the copies what they name: globals, closures, parts of modules.
+    """Copies functions together with the globals, closures and module attributes that they name.
 
-    A subclass says what becomes of a copy (`finished`), and of what is not copied (`other`).
+    A subclass can transform a copy (`finished`), and values that are not copied (`other`).
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class Copies:
         return value
 
     def of(self, value: Any, attributes: frozenset[str] = frozenset()) -> Any:
-        """Return the copy of a value, of which a module's ``attributes`` are used."""
+        """Return the copy of a value; of a module, copy the ``attributes`` that are used."""
         if isinstance(value, types.ModuleType):
             return self._module(value, attributes)
         if not _is_plain(value):
             return self.other(value)
         if value not in self._copies:
-            # Copied before what it calls is, which may be itself.
+            # Memoize before recursing: the function may call itself.
             copy = types.FunctionType(
                 value.__code__,
                 dict(value.__globals__),
@@ -86,28 +86,29 @@ class Copies:
         return self._copies[value]
 
     def _module(self, module: types.ModuleType, attributes: frozenset[str]) -> types.ModuleType:
-        """Copy a module, with what is used of it."""
+        """Copy a module, and the attributes of it that are used."""
         used = {name: vars(module)[name] for name in attributes & vars(module).keys()}
         if not used or is_known(module.__name__):
             return module
         if (module, attributes) not in self._modules:
-            # Copied before what is in it is, which may refer to it.
+            # Memoize before recursing: the module's values may refer to it.
             copy = self._modules[module, attributes] = types.ModuleType(module.__name__)
             copies = {name: self.of(value, attributes) for name, value in used.items()}
             vars(copy).update({**vars(module), **copies})
             is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
             if is_of_python and all(copies[name] is used[name] for name in used):
-                # Such values are those of the time of a call: sys.stdout may be another one by now.
+                # Use the standard library's own module: its values are read at the time of a call,
+                # since sys.stdout, for example, may be replaced.
                 self._modules[module, attributes] = module
         return self._modules[module, attributes]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a function of a user, and not one that Numba knows or has made."""
+    """Whether a value is a user's function, not one that Numba knows or has made."""
     return (
         isinstance(value, types.FunctionType)
         and not is_known(value.__module__)
-        # It stands for a function of Numba's own, such as an overload.
+        # A wrapper stands for one of Numba's own functions, such as an overload.
         and not hasattr(value, "__wrapped__")
     )
 
@@ -119,28 +120,29 @@ def _copied_cells(function: types.FunctionType) -> tuple[types.CellType, ...] | 
 
 # ---------------------------------------------------------------------------------------- functions
 
-# Turn plain Python functions of users, with all that they call, into sources of kernels.
+# Turns users' Python functions, with everything they call, into sources of kernels.
 
 
 if TYPE_CHECKING:
     from foo_ops.kernels.compiler.kernel import Kernel
 
-# Not in full: no compiled kernel depends on that module (foo_ops/kernels/compiler/sources.py).
+# Not spelt out, since no compiled kernel depends on that module: a full name in the text would
+# count as a dependency (foo_ops/kernels/compiler/sources.py).
 _INTERPRETED = f"{PACKAGE}.interpret.kernels"
 
 
 @dataclasses.dataclass
 class UserKernel(Source):
-    """Functions of a user, and what makes a kernel of them.
+    """A user's functions, and the maker that makes a kernel of them.
 
-    Their globals are constants, with the values that they have when the kernel is first compiled
-    for some signature, or loaded. Where that fails, the next attempt looks at them again.
+    Their globals are constants, with the values at the time when the kernel is first compiled or
+    loaded for any signature. If that fails, the next attempt reads the globals again.
 
     Attributes:
         operator: the operator's name, for messages.
         functions: the functions to compile.
-        maker: gets a signature, the options and the functions as Numba takes them.
-        options: whatever else decides the code; their repr is part of the key of the cache.
+        maker: receives a signature, the options, and the functions compiled by Numba.
+        options: everything else that the code depends on; their repr is part of the cache key.
     """
 
     operator: str
@@ -152,7 +154,7 @@ class UserKernel(Source):
 
     @property
     def title(self) -> str:
-        """The name of the first function: one that serves several operators is compiled once."""
+        """The first function's name, so that a function of several operators is compiled once."""
         return re.sub(r"\W+", "", self.functions[0].__name__)
 
     def fingerprint(self, signature: str) -> Fingerprint:
@@ -162,15 +164,15 @@ class UserKernel(Source):
         return Fingerprint(content, made.modules | seen.modules | {__name__})
 
     def build(self, signature: str) -> Kernel:
-        # The fingerprint is that of the same globals.
+        # Use the globals that the fingerprint was computed from.
         seen, compilable = self._seen or self._look(), _Compilable()
-        # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
+        # foo_ops.language loads lazily, but Numba only sees what is registered before it starts.
         for module in sorted(fingerprint(*seen).modules):
             importlib.import_module(module)
         return self.maker(signature, *self.options, *map(compilable.of, seen))
 
     def interpret(self, signature: str) -> Kernel:
-        """Make it by the maker of the same name in plain.py."""
+        """Make the kernel with the maker of the same name in kernels/interpret/kernels.py."""
         maker = dataclasses.replace(self.maker, module=_INTERPRETED)
         return maker(signature, *self.options, *self._look())
 
@@ -178,13 +180,13 @@ class UserKernel(Source):
         self._is_settled = True
 
     def _look(self) -> tuple[Callable[..., Any], ...]:
-        """Look at the globals, unless a kernel has been made with what was seen before."""
+        """Read the globals, unless a kernel has been made with the ones read before."""
         if not self._is_settled:
             self._seen = tuple(map(Copies().of, self.functions))
         return self._seen
 
     def explain(self, signature: str, error: Exception) -> KernelError:
-        """Say in one message the operator, the dtypes and the line of the user's file."""
+        """Return an error that names the operator, the dtypes and the line of the user's file."""
         file, line = _place_of(error) or (None, 0)
         reason = _reason_of(error)
         blamed = _blamed(reason, self._seen or self.functions, file, line)
@@ -206,7 +208,7 @@ class UserKernel(Source):
 
 
 class _Compilable(Copies):
-    """Wraps functions and those that they call in ``njit``, so that Numba compiles them too."""
+    """Wraps functions, and the functions they call, in ``njit``, so that Numba compiles both."""
 
     def finished(self, copy: types.FunctionType) -> Any:
         from numba import njit
@@ -218,16 +220,16 @@ class _Compilable(Copies):
 _DEBUGGING = ("print", "breakpoint", "pdb")
 _NO_WITH = "a kernel has no with statement: what it enters belongs around the call of the operator"
 _NO_TRY = "a kernel has no try statement, as nothing in it raises: write if"
-# With these a block begins, each in some versions of Python.
+# Instructions that begin such a block, each in some versions of Python.
 _ENTERING = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 _CATCHING = ("PUSH_EXC_INFO", "SETUP_FINALLY")
 
 
 def _refuse_python(function: types.FunctionType) -> None:
-    """Refuse exceptions, which Numba compiles to a status that nobody would look at; generators,
-    whose state would outlive a call; and debugging.
+    """Refuse statements that a kernel cannot have.
 
-    The message for that names the way to do it.
+    These are exceptions, which Numba compiles to a status that nobody would check; generators,
+    whose state would outlive a call; and debugging, whose message names the way to do it.
     """
     code = function.__code__
     line, is_handler = code.co_firstlineno, False
@@ -239,14 +241,14 @@ def _refuse_python(function: types.FunctionType) -> None:
             raise TypeError(f"{_NO_WITH} {place}")
         if is_handler and has_line:
             raise TypeError(f"{_NO_TRY} {place}")
-        # A handler begins without a line: that of its except follows.
+        # A handler begins with an instruction without a line; the line of its except follows.
         is_handler = is_handler or instruction.opname in _CATCHING
         if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
             raise TypeError(f"a kernel must not raise {place}")
         if instruction.opname.startswith("YIELD"):
             raise TypeError(f"a kernel must not yield, it has no generators {place}")
         is_named = instruction.opname in ("LOAD_GLOBAL", "IMPORT_NAME") and name in _DEBUGGING
-        # A function of the user's own may have such a name.
+        # A user's function may have such a name.
         if is_named and not isinstance(function.__globals__.get(name), types.FunctionType):
             raise TypeError(
                 f"compiled code has no {name}; set FOO_INTERPRET=1 to run kernels as plain Python, "
@@ -260,14 +262,14 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def _is_the_compilers(file: str) -> bool:
-    """Whether the compiler, and no author, wrote a file."""
+    """Whether a file belongs to foo_ops or Numba, not to the user."""
     numba = sys.modules.get("numba")
     folders = [_PACKAGE, *(numba.__path__ if numba is not None else ())]
     return any(file.startswith(folder + os.sep) for folder in folders)
 
 
 def _place_of(error: BaseException) -> tuple[str, int] | None:
-    """Find file and line of what the compiler stumbled over, if it tells."""
+    """Return file and line of a compiler error, or None if its message has none."""
     # The innermost comes first.
     for found, number in re.findall(
         r"(?:\b(?:at|from) (?=\S)|File \")(\S[^\n]*?)(?: \(|\", line )(\d+)[):]", _plain_text(error)
@@ -286,7 +288,7 @@ def _shown(file: str, line: int) -> str:
 def _blamed(
     reason: str, functions: tuple[Callable[..., Any], ...], file: str | None, line: int
 ) -> Named | None:
-    """Find the function that a kernel cannot call, where that is the reason."""
+    """Return the function that a kernel cannot call, if that is the reason."""
     is_told = file is not None and not is_of_library(file)
     there = [
         (named, is_blamed(named, reason))
@@ -295,7 +297,8 @@ def _blamed(
     ]
     blamed = next((named for named, is_it in there if is_it), None)
     if blamed is None and (is_told or file is not None):
-        # The reason is about another function, in what the compiler or a library has for this one.
+        # The reason names another function, inside the compiler's or a library's implementation of
+        # this one.
         blamed = next(
             (it for it, is_it in there if not it.is_known and (is_it is False or not is_told)), None
         )
@@ -303,9 +306,9 @@ def _blamed(
 
 
 def _reason_of(error: BaseException) -> str:
-    """Put the compiler's own words in one line, without its frame, its colours and its advice."""
+    """Return the compiler's message in one line, without traceback, colours and advice."""
     text = _plain_text(error)
-    # The target knows nothing of what lies on the heap, but the names of the types.
+    # The target has no types on the heap; only the error message names them.
     if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
         return "a kernel must not allocate"
     # One of our own intrinsics says this about its arguments.

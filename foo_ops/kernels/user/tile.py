@@ -1,4 +1,4 @@
-"""The loop around a user's tile kernel: arguments out of numbers, and a range of tiles."""
+"""The loop around a user's tile kernel: decode the arguments, and run a range of tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARGUMENT_TYPES = (
 # The phases of a call. tests/project/test_agreement.py compares them with C++'s.
 COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
 REFUSED = -(2**63)
-"""What stands for a number of tiles where the check does not pass."""
+"""The number of tiles that reports a failed check."""
 
 
 def make_tile_kernel(
@@ -40,22 +40,23 @@ def make_tile_kernel(
     function: Callable,
     *others: Callable,
 ) -> Kernel:
-    """Kernel that runs a function over ranges of tiles.
+    """Make the kernel that runs a function over ranges of tiles.
 
     Args:
-        signature: a dtype with a number of dimensions for each tensor, and what codes.py says of
-            other arguments; at the end "checked" where no access may be outside.
-        kinds: of each argument, see codes.py; at the end "scratch" for each view of scratch memory.
-        names: what the function calls its arguments.
+        signature: a dtype with a number of dimensions for each tensor, and the codes of other
+            arguments (see codes.py); at the end "checked" if accesses are checked.
+        kinds: the kind of each argument, see codes.py; at the end "scratch" for each view of
+            scratch memory.
+        names: the names of the function's arguments.
         contiguous_rows: the elements of a row are adjacent.
-        taken: for each of the other functions what it is, and the arguments that it takes.
-        scratch: for each view of scratch memory the argument in whose compute type it is, and its
+        taken: the name of each of the other functions, and the arguments that it takes.
+        scratch: for each view of scratch memory, the argument whose compute type it has, and its
             number of dimensions.
-        refuses_late: the function returns whether it could use what it read.
+        refuses_late: the function returns whether the values it read are valid.
         function: ``function(*arguments, tiles)``.
-        others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
-            "check" tells whether there may be any; "finish" is called when all are done; "size 0"
-            and so on give the sizes of all views of scratch memory, one after the other.
+        others: "tiles" returns the number of tiles, by default the first tensor's number of rows;
+            "check" returns whether to run at all; "finish" is called after all tiles; "size 0",
+            "size 1", ... return the sizes of all views of scratch memory, one after the other.
     """
     argument_types = types_of_arguments(signature, kinds, names, contiguous_rows, scratch)
     arguments_at = make_argument_reader(argument_types, range(len(kinds)))
@@ -107,7 +108,7 @@ def _nothing(arguments, count):
 
 
 def _then(first: Callable, size: Callable, position: int) -> Callable:
-    """Write a size to ``count`` after others."""
+    """Make a function that writes one more size to ``count`` after ``first`` has run."""
 
     @njit
     def write(arguments, count):
@@ -146,7 +147,7 @@ def types_of_arguments(
 
     rest, described, argument_types = iter(codes), iter(scratch), list[types.Type]()
     given = [code_of(kind, rest, ("tensor", "tensors")) for kind in kinds]
-    # A Scalar may stand before the tensor in whose compute type it is.
+    # A Scalar may come before the tensor whose compute type it has.
     first = next(
         (code.partition("-")[0] for kind, code in zip(kinds, given) if kind == "tensor"), ""
     )

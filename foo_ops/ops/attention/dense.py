@@ -36,7 +36,7 @@ RANDOM_TAGS: tuple[torch.Tag, ...] = (*TAGS, torch.Tag.nondeterministic_seeded)
 
 library.define("foo::attention", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
 
-# The same with dropout's seed given: what is differentiated.
+# The same with dropout's seed as an argument; autograd records this operator.
 library.define(
     "foo::attention_seeded", f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}", tags=TAGS
 )
@@ -48,7 +48,7 @@ SAVED = (
 )
 
 # The gradients of alibi_slopes and sinks have size 0 if these are None, that of attn_bias if it is
-# not asked for.
+# not needed.
 library.define(
     "foo::attention_backward",
     f"({SAVED}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, "
@@ -56,7 +56,7 @@ library.define(
     tags=TAGS,
 )
 
-# The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
+# 1.0 for the weights that dropout keeps, else 0.0, in the shape (batch, heads, queries, keys).
 library.define(
     "foo::attention_dropout_mask",
     "(Tensor seed, SymInt[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
@@ -83,7 +83,7 @@ def attention(
     """Compute scaled dot-product attention: softmax(scale * query @ key^T + attn_bias) @ value.
 
     Computed tile by tile with an online softmax (Dao et al. 2022, FlashAttention, algorithm 1), so
-    that memory beside inputs and outputs grows with the lengths and not with their product.
+    that memory besides inputs and outputs grows with the lengths and not with their product.
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16, float32 or float64, any strides, D up to 256.
@@ -91,8 +91,8 @@ def attention(
             Hq / Hkv heads of query in a row.
         value: (B, Hkv, Sk, Dv), Dv up to 256.
         attn_bias: added to the scores; of any shape that broadcasts to (B, Hq, Sq, Sk), float32 or
-            of query's dtype. Or bool: True where the query may see the key. Keys before and behind
-            all that a block of queries may see are not visited.
+            of query's dtype. Or bool: True where the query may see the key. Keys before and after
+            all those that the queries of a tile may see are not visited.
         alibi_slopes: (Hq,) or (B, Hq), float32 or of query's dtype. slope * |i' - j| is subtracted
             from the score of query i and key j (Press et al. 2022), where i' = i + Sk - Sq.
         sinks: (Hq,) or (B, Hq), float32 or of query's dtype: one more score for each head, in the
@@ -110,14 +110,14 @@ def attention(
         return_logsumexp: return the logarithm of the softmax's denominator, too.
 
     Returns:
-        The output, (B, Hq, Sq, Dv) in query's dtype with heads and rows in memory as query has
-        them, and if asked for the natural logsumexp,
-        (B, Hq, Sq) in float32 (float64 for float64), which dropout does not change. A query that
-        sees no key has output 0 and logsumexp -inf, or the sink. float16 and bfloat16 are
-        accumulated in float32. On a matrix unit (AMX) float32 is multiplied in three parts of
-        bfloat16, which gives float32's digits, and the weights of float16 keep 16 bits. Both
-        results can be differentiated, twice, for query, key, value, a floating-point attn_bias,
-        alibi_slopes and sinks; the second time in O(Sq * Sk) memory.
+        The output, (B, Hq, Sq, Dv) in query's dtype with query's order of heads and rows in memory,
+        and with ``return_logsumexp`` the natural logsumexp, (B, Hq, Sq) in float32 (float64 for
+        float64), which dropout does not change. A query that sees no key has output 0 and logsumexp
+        -inf, or the sink. float16 and bfloat16 are accumulated in float32. On a matrix unit (AMX)
+        float32 is multiplied as three limbs of bfloat16, which gives float32's digits, and the
+        weights of float16 keep 16 bits. Both results can be differentiated, twice, for query, key,
+        value, a floating-point attn_bias, alibi_slopes and sinks; the second time in O(Sq * Sk)
+        memory.
 
     Raises:
         ValueError: for shapes that do not fit together, and options out of range.
@@ -183,11 +183,11 @@ def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_heads_inside(query: Tensor) -> bool:
-    """Return whether a row has the heads beside each other in memory, as launchers ask."""
+    """Return whether the heads of a row are adjacent in memory, by the rule of the launchers."""
     outer, inner = query.stride(1), query.stride(2)
     if is_known(outer >= inner):
         return False
-    # The number of heads may depend on data; PyTorch counts none as one where it makes strides.
+    # The number of heads may depend on data; for strides PyTorch counts 0 heads as 1.
     heads = query.shape[1]
     row = (outer * heads, outer * torch.sym_max(heads, 1))
     return is_known(outer < inner) or any(is_known(inner == it) for it in row)
@@ -285,7 +285,7 @@ def composite_backward(
 def dropped(
     query: Tensor, key: Tensor, seed: Tensor | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a composite takes beside the tensors."""
+    """Return the keyword arguments of a composite."""
     given = AttentionOptions(**options)
     mask = make_dropout_mask(query, (*query.shape[:3], key.shape[2]), seed, given.dropout_p)
     return {"dropout_mask": mask, "options": given}
@@ -329,7 +329,7 @@ def product_flops(
 def flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *others: Any, **_: Any
 ) -> int:
-    """Count two products of matrices; a mask does not make them fewer, as torch counts."""
+    """Count two matrix products; a mask does not reduce them, as in torch's counts."""
     return sum(product_flops(query_shape, key_shape, value_shape))
 
 

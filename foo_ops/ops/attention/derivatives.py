@@ -19,7 +19,7 @@ from foo_ops.ops.attention.options import AttentionOptions
 def make_dropout_mask(
     query: Tensor, shape: tuple[int, ...], seed: Tensor | None, dropout_p: float
 ) -> Tensor | None:
-    """Make the mask of what dropout keeps: 1.0 or 0.0 for each weight, or None."""
+    """Make the dropout mask: 1.0 for each weight that is kept, else 0.0; None without a seed."""
     if seed is None:
         return None
     return torch.ops.foo.attention_dropout_mask(
@@ -29,14 +29,14 @@ def make_dropout_mask(
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """What attention computes on its way, (B, Hq, Sq, Sk) in the compute type.
+    """Intermediate results of attention, (B, Hq, Sq, Sk) in the compute type.
 
     Attributes:
-        keys, values: with a head for each of the query.
+        keys, values: with a head for each head of the query.
         products: scale * query @ key^T.
         weights: of the softmax, before dropout.
         sink_weights: (B, Hq, Sq, 1), the share of the sink, or None.
-        kept: what dropout multiplies the weights by, or None.
+        kept: the factors of dropout for the weights, or None.
         logsumexp: (B, Hq, Sq).
     """
 
@@ -109,10 +109,10 @@ def attend(
     if sinks is not None:
         column = sinks.to(compute).unsqueeze(-1).unsqueeze(-1).expand(*scores.shape[:3], 1)
         extended = torch.cat([scores, column], dim=-1)
-    # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
+    # A query that sees nothing has no softmax: compute that of zeros, and mask the result.
     blind = (extended == -math.inf).all(-1, keepdim=True)
     extended = extended.masked_fill(blind, 0.0)
-    # Taken away first: beside a mask of -1e9 nothing would be left of the logarithm of the sum.
+    # Subtracted first: beside a mask of -1e9 the logarithm of the sum would be rounded away.
     base = torch.logsumexp(extended, -1, keepdim=True).detach()
     base = base.where(base.isfinite(), 0.0)
     logsumexp = torch.logsumexp(extended - base, -1, keepdim=True)
@@ -168,7 +168,7 @@ def composite_gradients(
     grad_scores = attended.weights * (grad_weights + slope)
     grad_products = grad_scores
     if options.softcap > 0.0:
-        # 1 - tanh(x)^2, without the difference.
+        # 1 - tanh(x)^2, without a difference that cancels.
         doubled = 2.0 * attended.products / options.softcap
         grad_products = 4.0 * grad_scores * torch.sigmoid(doubled) * torch.sigmoid(-doubled)
     grad_products = grad_products * scale_of(query, options)
@@ -197,7 +197,7 @@ def scale_of(query: Tensor, options: AttentionOptions) -> float:
 
 
 def sum_of_groups(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """Sum the gradient of key or value over the heads of query that share one of its own."""
+    """Sum the gradient of key or value over the heads of query that share a head."""
     heads = tensor.shape[1]
     if gradient.shape[1] != heads:
         gradient = gradient.unflatten(1, (heads, -1)).sum(2)
@@ -205,9 +205,9 @@ def sum_of_groups(gradient: Tensor, tensor: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """Compute torch.tanh, with derivatives whose digits do not cancel where 1 - tanh^2 is small.
+    """Compute torch.tanh, with derivatives that do not cancel where 1 - tanh^2 is small.
 
-    They are those of 1 - 2 / (1 + e^(2|x|)), of which the value itself has few digits near zero.
+    They are those of 1 - 2 / (1 + e^(2|x|)), whose own value has few digits near zero.
     """
     sign = torch.where(x < 0, -1.0, 1.0).to(x.dtype)
     smooth = -2.0 * sign * torch.sigmoid(-2.0 * sign * x)
@@ -222,7 +222,7 @@ def distances(scores: Tensor) -> Tensor:
 
 
 def visible(scores: Tensor, options: AttentionOptions) -> Tensor:
-    """Return which keys each query sees, (Sq, Sk), but for the mask."""
+    """Return the mask of the keys that each query sees, (Sq, Sk), without attn_bias."""
     distance = distances(scores)
     sees = torch.ones_like(distance, dtype=torch.bool)
     if options.is_causal:

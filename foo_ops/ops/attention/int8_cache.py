@@ -40,10 +40,10 @@ def attention_int8_cache(
 ) -> tuple[Tensor, Tensor]:
     """Compute `foo_ops.attention` with ``key * key_scale`` and ``value * value_scale``.
 
-    Keys and values are read as they are, half the bytes of bfloat16, and become numbers in the
-    caches; the integers are exact there, and scales are factors of scores and weights in float32
-    (float64 for float64). It is fastest for up to eight queries of a key head, as in decoding.
-    `quantize_cache` makes integers and scales. Without gradients.
+    Keys and values are read as int8, half the bytes of bfloat16, and converted to floats in the
+    processor's caches. That conversion is exact, and the scales multiply scores and weights in
+    float32 (float64 for float64). This is fastest for up to eight queries per key head, as in
+    decoding. `quantize_cache` makes integers and scales. There are no gradients.
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16, float32 or float64, any strides.
@@ -52,12 +52,12 @@ def attention_int8_cache(
         key_scale, value_scale: (B, Hkv, Sk), or with block_table (num_blocks, block_size, Hkv);
             float32, or float64 as query is.
         sinks: (Hq,), one extra logit for each head in the denominator only.
-        seqused_k: (B,), int32, the keys in use of each sequence, if it is not all.
+        seqused_k: (B,), int32, the number of keys in use of each sequence; by default all.
         block_table: (B, max_blocks), int32, the pages of each sequence.
-        scale: factor of the scores, 1 / sqrt(D) if it is None.
-        window_left, window_right: a query i sees the keys from ``i + used - Sq - window_left`` to
-            ``i + used - Sq + window_right``, -1 is no bound; window_right=0 is causal.
-        softcap: where it is positive, scores are softcap * tanh(score / softcap).
+        scale: factor of the scores, by default 1 / sqrt(D).
+        window_left, window_right: query i sees the keys from ``i + used - Sq - window_left`` to
+            ``i + used - Sq + window_right``; -1 for no bound. window_right=0 is causal.
+        softcap: if positive, scores become softcap * tanh(score / softcap).
 
     Returns:
         The output (B, Hq, Sq, Dv) in query's dtype, and the logsumexp (B, Hq, Sq), float32 (float64

@@ -15,8 +15,8 @@ _SCHEMA_TYPES = {"bool": "bool", "int": "SymInt", "float": "float", "float | Non
 class AttentionOptions:
     """The keyword arguments of attention, and their defaults.
 
-    csrc/ops/attention has the same as a struct; `foo_ops.attention` says what each means, and
-    foo_ops/ops/attention/part.py what part_offset does, which is not public.
+    csrc/ops/attention has the same struct. `foo_ops.attention` documents the options, and
+    foo_ops/ops/attention/part.py documents part_offset, which is not public.
     """
 
     is_causal: bool = False
@@ -48,7 +48,7 @@ def given_options(**options: Any) -> dict[str, Any]:
     """Return the options that differ from their defaults.
 
     The dispatcher takes as long to parse one as to allocate a tensor. Within torch.compile all are
-    returned, since a comparison would make a constant of a number that varies.
+    returned, since a comparison would turn a number that varies into a constant.
     """
     if torch.compiler.is_dynamo_compiling():
         return options

@@ -1,16 +1,16 @@
-"""The operators that attention on several processes consists of, each of which has a part of it.
+"""Operators that compute one process's part of attention on several processes.
 
-They are foo::attention_seeded, foo::attention_varlen_seeded and those of their gradients, with more
+They are foo::attention_seeded, foo::attention_varlen_seeded and their backward operators, with more
 arguments:
 
 - dropout_heads: (B, Hq) int64, the numbers of heads, batch * Hq + head, among those of all
-  processes. Dropout draws by them, and so keeps what it keeps in one process.
-- part_offset: the keys are a part of all. Query i stands at the key i + part_offset, which windows
-  and ALiBi are aligned to, and the logsumexp that a backward pass gets is that of all keys.
+  processes. Dropout draws by these numbers, and so keeps the same weights as in one process.
+- part_offset: the keys are a part of all keys. Query i stands at key i + part_offset, to which
+  windows and ALiBi are aligned, and a backward pass gets the logsumexp of all keys.
 
-They have no derivatives: DTensor and ring attention call them below autograd. DTensors are cut by
-batch and heads, packed sequences by heads; where heads of query share those of key and value, both
-are cut into equal parts.
+They have no derivatives: DTensor and ring attention call them below autograd. DTensors are sharded
+by batch and heads, packed sequences by heads; if heads of query share those of key and value, both
+are sharded into equal parts.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Part:
 
     Attributes:
         whole: the operator without dropout_heads.
-        fake, flops: the fake kernel of that one, and what counts its operations.
-        query: the place of the query among its tensors, whose last one is the seed.
-        sharding: names the dimensions of tensors and results.
+        fake, flops: that operator's fake kernel, and its count of operations.
+        query: the position of the query among its tensors, of which the seed is the last.
+        sharding: the names of the dimensions of tensors and results.
     """
 
     whole: str
@@ -69,11 +69,11 @@ class Part:
 
     @property
     def tensors(self) -> int:
-        """How many tensors the other operator takes."""
+        """The number of tensors that the whole operator takes."""
         return sum("Tensor" in str(it.type) for it in self.schema.arguments)
 
     def batch(self, tensors: Sequence[Any]) -> int:
-        """Return how many sequences there are."""
+        """Return the number of sequences."""
         query, starts = tensors[self.query], tensors[self.query + 3]
         size: int = starts.shape[0] - 1 if self.is_packed else query.shape[0]
         return size
@@ -146,7 +146,7 @@ for name, part in PARTS.items():
 
 
 def register() -> None:
-    """Let DTensor, which is imported by now, call parts in place of the whole."""
+    """Let DTensor, which is imported by now, call these operators instead of the whole ones."""
     from torch.distributed.tensor import DTensor
 
     for name, part in PARTS.items():
@@ -185,7 +185,7 @@ def numbered(query: DTensor, seed: Tensor | None, batch: int) -> tuple[DTensor, 
 
 
 def on_all(tensor: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:
-    """Return a tensor that all processes have, from one of them or as it is on each."""
+    """Replicate a tensor to all processes, from one of them or as it is on each."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     return distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)

@@ -62,7 +62,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of packed sequences, each with its own lengths, or with keys in pages.
 
-    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and the keys alike.
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and its keys likewise.
 
     Args:
         query: (total_q, Hq, D), float16, bfloat16, float32 or float64, D up to 256.
@@ -72,16 +72,16 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, from 0 to total_q and total_k.
         seqused_k: (B,) int32, how many of its keys a sequence uses; by default all.
         block_table: (B, max_blocks) int32: key j of sequence b lies in block
-            block_table[b, j // block_size], in its row j % block_size. How many keys there are is
-            told by seqused_k, or else by cu_seqlens_k.
+            block_table[b, j // block_size], in its row j % block_size. The number of keys is that
+            of seqused_k, or else of cu_seqlens_k.
         alibi_slopes, sinks: (Hq,) or (B, Hq).
         max_seqlen_q, max_seqlen_k: no sequence may be longer.
         scale, dropout_p, window_left, window_right, softcap, return_logsumexp: as in
             foo_ops.attention; windows and ALiBi are aligned to each sequence's last keys.
 
     Returns:
-        The output, (total_q, Hq, Dv), and if asked for the logsumexp, (Hq, total_q). Both can be
-        differentiated, as those of foo_ops.attention.
+        The output, (total_q, Hq, Dv), and with ``return_logsumexp`` the logsumexp, (Hq, total_q).
+        Both can be differentiated, as those of foo_ops.attention.
 
     Raises:
         ValueError: for shapes that do not fit together, options out of range, and for sequences
@@ -124,7 +124,7 @@ def attention_varlen(
 
 
 def check_inputs(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> None:
-    """Refuse shapes, dtypes and options that do not fit; what the tensors contain is not read."""
+    """Refuse shapes, dtypes and options that do not fit, without reading the tensors' values."""
     missing = (None,) * (9 - len(inputs))
     checked = AttentionOptions(**options).checked()
     _C.check_attention_varlen(*inputs, *missing, *checked)
@@ -170,7 +170,7 @@ class Sequence:
     """One of the packed sequences.
 
     Attributes:
-        queries: where its queries are.
+        queries: the slice of its queries.
         keys: (count,) int64, the rows of its keys in `key_rows`.
         arguments: query, key, value, bias, slopes and sinks, as foo::attention takes them.
         options: the other arguments of the composites.
@@ -183,7 +183,7 @@ class Sequence:
 
 
 def sequences_of(inputs: list[Any], seed: Tensor | None, **options: Any) -> Iterator[Sequence]:
-    """Take packed sequences apart, with torch's own operators."""
+    """Yield packed sequences one by one, with torch's own operators."""
     inputs = [*inputs, *(None,) * (9 - len(inputs))]
     query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
     given = AttentionOptions(**{name: options[name] for name in PACKED if name in options})
@@ -230,14 +230,14 @@ def key_rows(tensor: Tensor, block_table: Tensor | None) -> Tensor:
 
 
 def rows_in_blocks(blocks: Tensor, block_size: int, count: int) -> Tensor:
-    """Return where the first keys of a sequence are among the rows of all blocks."""
+    """Return the rows of a sequence's first ``count`` keys, among the rows of all blocks."""
     used = blocks[: -(-count // block_size)].long().unsqueeze(-1)
     within = torch.arange(block_size, device=blocks.device)
     return (used * block_size + within).flatten()[:count]
 
 
 def zeros_of(tensor: Tensor) -> Tensor:
-    """Return zeros that are part of a graph, also where no sequence adds to them."""
+    """Return zeros that are part of a graph, even if no sequence adds to them."""
     return torch.cat((torch.zeros_like(tensor), tensor[:0]))
 
 
@@ -312,7 +312,7 @@ library.register_vmap("foo::attention_varlen_backward", vmap_packed_backward)
 
 
 def _scores(starts_q: Tensor, starts_k: Tensor, used: Tensor | None, **options: Any) -> int:
-    """Count pairs of a query and a key of its sequence; the most there can be, if fake."""
+    """Count the pairs of a query and a key of its sequence; for fake tensors, the most possible."""
     if starts_q.is_meta or isinstance(starts_q, torch._subclasses.FakeTensor):
         return (starts_q.shape[0] - 1) * options["max_seqlen_q"] * options["max_seqlen_k"]
     keys = starts_k.diff() if used is None else used

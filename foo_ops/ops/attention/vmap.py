@@ -1,4 +1,4 @@
-"""Map attention under torch.vmap: mapped calls are a part of the batch, or more sequences."""
+"""Map attention under torch.vmap: mapped calls become part of the batch, or more sequences."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foo_ops.library.operators import find
 
 # ---------------------------------------------------------------------------------- dense attention
 
-# Map dense attention under torch.vmap: the mapped dimension becomes a part of the batch.
+# Map dense attention under torch.vmap: the mapped dimension becomes part of the batch.
 
 
 Dims = tuple[int | None, ...]
 
 # Runs torch.nn.functional.scaled_dot_product_attention on foo.
 FUSED = "aten::_scaled_dot_product_fused_attention_overrideable"
-# For query, key, value, attn_bias, dropout_p, is_causal, return_debug_mask.
+# Defaults of query, key, value, attn_bias, dropout_p, is_causal, return_debug_mask.
 FUSED_DEFAULTS: tuple[Any, ...] = (None, None, None, None, 0.0, False, False)
 
 
@@ -33,15 +33,15 @@ class Fold:
     batch: int
 
     def tensor(self, tensor: Tensor, in_dim: int | None) -> Tensor:
-        """Fold the mapped dimension into that of the batch, which is the first one."""
+        """Fold the mapped dimension into the batch, the first dimension."""
         if in_dim is None:
             return tensor.expand(self.calls, *tensor.shape).flatten(0, 1)
         return tensor.movedim(in_dim, 0).flatten(0, 1)
 
     def bias(self, bias: Tensor, in_dim: int | None, is_differentiated: bool = False) -> Tensor:
-        """Fold a bias, which may have no dimension of the batch.
+        """Fold a bias, which may have no batch dimension.
 
-        Without a gradient, one that is neither mapped nor batched is broadcast as it is.
+        Without a gradient, a bias that is neither mapped nor batched is broadcast as it is.
         """
         bias = _with_dimensions(bias, in_dim, 4)
         if in_dim is None and bias.shape[0] == 1 and not is_differentiated:
@@ -49,7 +49,7 @@ class Fold:
         return bias.expand(self.calls, self.batch, *bias.shape[-3:]).flatten(0, 1)
 
     def of_heads(self, tensor: Tensor | None, in_dim: int | None) -> Tensor | None:
-        """Fold slopes or sinks, which may have no dimension of the batch."""
+        """Fold slopes or sinks, which may have no batch dimension."""
         if tensor is None:
             return None
         tensor = _with_dimensions(tensor, in_dim, 2)
@@ -59,7 +59,7 @@ class Fold:
         return tensor.unflatten(0, (self.calls, self.batch))
 
     def gradient(self, gradient: Tensor, of: Tensor, in_dim: int | None) -> Tensor:
-        """Sum a gradient over the batch, where what it belongs to is broadcast along that."""
+        """Sum a gradient over the batch, if its tensor is broadcast along the batch."""
         shape, gradient = shape_of(of, in_dim), self.unfold(gradient)
         if len(shape) < gradient.dim() - 1 or shape[0] != self.batch:
             gradient = gradient.sum(1)
@@ -67,7 +67,7 @@ class Fold:
 
 
 def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Tensor:
-    """Put dimensions of size 1 before those that are not mapped."""
+    """Insert dimensions of size 1 before those that are not mapped."""
     if in_dim is not None:
         tensor = tensor.movedim(in_dim, 0)
     first = 0 if in_dim is None else 1
@@ -95,7 +95,7 @@ def padded(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def make_forward_rule(name: str) -> Callable[..., Any]:
     """Make the rule of foo::attention or foo::attention_seeded.
 
-    A seed makes it a loop, as what dropout keeps depends on the place in the batch. foo::attention
+    With a seed the rule is a loop, since dropout depends on the place in the batch. foo::attention
     with dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
     """
 
@@ -162,9 +162,9 @@ def vmap_fused(info: Any, in_dims: Dims, *inputs: Any, **options: Any) -> Any:
 
 
 def _fused_with_dropout(info: Any, in_dims: Dims, *inputs: Any, **options: Any) -> Any:
-    """Call it for each element, as what dropout keeps depends on the place in the batch."""
+    """Call foo::attention_seeded per element, since dropout depends on the place in the batch."""
     query, key = inputs[:2]
-    # An operator of torch draws what the argument `randomness` of torch.vmap says, or refuses.
+    # torch.randint draws as the argument `randomness` of torch.vmap says, or refuses.
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)
     seed_dim = None
     if torch._C._functorch.is_batchedtensor(seed):
@@ -206,7 +206,7 @@ def vmap_fused_backward(info: Any, in_dims: Dims, *inputs: Any, **options: Any) 
 
 
 class Inputs(NamedTuple):
-    """The tensors of foo::attention_varlen, or where they are mapped."""
+    """The tensors of foo::attention_varlen, or their mapped dimensions."""
 
     query: Any
     key: Any
@@ -224,10 +224,10 @@ class PackedFold:
     """Mapped calls, whose sequences follow each other.
 
     Attributes:
-        calls: how many there are.
-        dims: where the tensors are mapped.
+        calls: the number of calls.
+        dims: the mapped dimensions of the tensors.
         shares_pages: whether pages that are not mapped serve all calls. Their gradients would be
-            one sum for all.
+            one sum over all calls.
     """
 
     calls: int
@@ -260,13 +260,13 @@ class PackedFold:
         return self.shares_pages and self.dims.key is None and self.dims.value is None
 
     def starts(self, cu_seqlens: Tensor) -> Tensor:
-        """Continue the starts of one call's sequences."""
+        """Repeat the starts of one call's sequences for all calls, one after another."""
         calls = torch.arange(self.calls, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         moved = cu_seqlens[1:] + (calls * cu_seqlens[-1]).unsqueeze(1)
         return torch.cat((cu_seqlens[:1], moved.flatten()))
 
     def moved(self, tables: Tensor, pages: int) -> Tensor:
-        """Give each call pages of its own; numbers that no page has must not become another's."""
+        """Give each call pages of its own; an invalid number must not become another's page."""
         calls = torch.arange(self.calls, dtype=tables.dtype, device=tables.device)
         exists = (tables >= 0) & (tables < pages)
         return (tables + calls.view(-1, 1, 1) * pages).where(exists, -1).flatten(0, 1)
@@ -283,10 +283,9 @@ def of_rows(tensor: Tensor, in_dim: int | None, calls: int) -> Tensor:
 
 
 def is_loop(calls: int, dims: Inputs, seed: Tensor | None) -> bool:
-    """Whether each call is made on its own.
+    """Whether calls are mapped by a loop.
 
-    What dropout keeps depends on the place among the sequences. Starts that are mapped have to be
-    right for each call.
+    Dropout depends on the place among the sequences. Mapped starts have to be right for each call.
     """
     return calls == 0 or seed is not None or dims[3:5] != (None, None)
 

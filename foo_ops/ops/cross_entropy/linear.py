@@ -23,15 +23,15 @@ from foo_ops.ops.linear import any_requires_grad, product_flops
 #     logsumexp = log(sum_v exp(logits_v))
 #     loss = (1 - smoothing) (logsumexp - logits_target) + smoothing (logsumexp - mean_v logits_v)
 #
-# Logits exist a block at a time, in the caches. The backward pass computes them anew, some classes
-# at a time for all rows, and multiplies their gradients by weight and hidden; or it reads
-# exponentials that `linear_cross_entropy_training` below keeps.
+# Logits exist a tile at a time, in the caches. The backward pass recomputes them, some classes at a
+# time for all rows, and multiplies their gradients by weight and hidden; or it reads exponentials
+# that `linear_cross_entropy_training` below keeps.
 #
-# Computed in the forward pass, in chunks of rows (Liger-Kernel), the gradients take three products,
-# not four. But with 1024 rows, 1024 wide, and 32000 classes, a step made of these operators in
-# chunks of 256 rows took 0.97 of the time in float32, and 2.0 in bfloat16: each chunk reads and
-# writes the float32 sums of the weight's gradient, which are as large as the logits are, or twice
-# that.
+# Gradients that are computed in the forward pass, in chunks of rows (Liger-Kernel), take three
+# products instead of four. But with 1024 rows, 1024 wide, and 32000 classes, a step made of these
+# operators in chunks of 256 rows took 0.97 of the time in float32, and 2.0 in bfloat16: each chunk
+# reads and writes the float32 sums of the weight's gradient, which are as large as the logits, or
+# twice as large.
 
 
 TAGS = torch.Tag.pt2_compliant_tag
@@ -42,7 +42,7 @@ library.define(
     "-> (Tensor loss, Tensor logsumexp, Tensor mean)",
     tags=TAGS,
 )
-# The gradient of what does not require one has size 0.
+# The gradient of a tensor that requires none has size 0.
 library.define(
     "foo::linear_cross_entropy_backward",
     "(Tensor? grad_loss, Tensor? grad_logsumexp, Tensor? grad_mean, Tensor hidden, Tensor weight, "
@@ -67,10 +67,10 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the cross-entropy of softmax(hidden @ weight.T + bias) with the target classes.
 
-    It is `foo_ops.softmax_cross_entropy` of `foo_ops.linear`, whose logits and their gradients take
-    no memory. Where gradients are recorded, it keeps exponentials of as many rows as hidden has
-    columns, which are no more numbers than weight has; without a softcap. The backward pass
-    computes the logits of other rows once more.
+    It is `foo_ops.softmax_cross_entropy` of `foo_ops.linear`, but logits and their gradients take
+    no memory. If gradients are recorded and there is no softcap, it keeps exponentials of as many
+    rows as hidden has columns, which are no more numbers than weight has. The backward pass
+    recomputes the logits of other rows.
 
     Args:
         hidden: (..., K), float16, bfloat16, float32 or float64, any strides.
@@ -79,15 +79,15 @@ def linear_cross_entropy(
         bias: (V,), of hidden's dtype.
         reduction: "none" gives a loss for each row, "sum" their sum, "mean" their mean over the
             rows that are not ignored (NaN if there is none).
-        label_smoothing: in [0, 1], how much of the target is spread over all classes.
+        label_smoothing: in [0, 1], the share of the target that is spread over all classes.
         ignore_index: rows with this target have loss zero and no gradient.
-        softcap: where it is positive, logits are softcap * tanh(logits / softcap).
-        return_logsumexp: return also the logarithms of the sums, (...), for a loss on them.
+        softcap: if positive, logits become softcap * tanh(logits / softcap).
+        return_logsumexp: return the logsumexp of each row, (...), too, for a loss on it.
 
     Returns:
         The loss in nats, float32 (float64 for float64). Logits are not rounded to half precision.
-        Has gradients for hidden, weight and bias, also through logsumexp, of every order. Those of
-        half precision are summed up in float32 and rounded once. The result does not depend on the
+        Has gradients for hidden, weight and bias, also through logsumexp, of every order. Gradients
+        in half precision are summed in float32 and rounded once. The result does not depend on the
         number of threads. A row with a logit of +inf has NaN for its loss and its gradients, as in
         torch.nn.functional.cross_entropy, and inf for its logsumexp.
 
@@ -102,7 +102,7 @@ def linear_cross_entropy(
     """
     require_reduction("linear_cross_entropy", reduction)
     operator = torch.ops.foo.linear_cross_entropy
-    # Of the exponentials of capped logits nothing is kept.
+    # Exponentials of capped logits are not kept.
     if not softcap > 0.0 and any_requires_grad(hidden, weight, bias):
         operator = torch.ops.foo.linear_cross_entropy_training
     loss, logsumexp, mean, *_ = operator.default(
@@ -275,7 +275,7 @@ def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[A
         for place in (0, 2)
     )
     loss, logsumexp, _ = operator(hidden, inputs[1], target, *inputs[3:], **keywords)
-    # Of single rows there is no other dimension.
+    # Single rows have no dimension of rows: -1 is 1 then.
     rows = info.batch_size, -1
     count = (target != keywords.get("ignore_index", -100)).reshape(rows).sum(1)
     return (loss, logsumexp, loss.reshape(rows).sum(1) / count), (0, 0, 0)
@@ -304,20 +304,20 @@ def backward_flops(
     weight_requires_grad: bool = True,
     **_: Any,
 ) -> int:
-    """Count the product that is computed anew, and one for each gradient of a matrix."""
+    """Count the product that is recomputed, and one for each gradient of a matrix."""
     products = 1 + hidden_requires_grad + weight_requires_grad
     return products * product_flops(hidden.shape, weight.shape[0])
 
 
 # --------------------------------------------------------------- foo::linear_cross_entropy_training
 
-# foo::linear_cross_entropy_training is foo::linear_cross_entropy where gradients are recorded.
+# foo::linear_cross_entropy_training is foo::linear_cross_entropy for calls that record gradients.
 #
 # It keeps exp(logit - base) for the backward pass, rounded as the gradients of logits are before
-# they are multiplied, and so computes three products in place of four. The base is the maximum of a
+# they are multiplied, and so computes three products instead of four. The base is the maximum of a
 # row's logits so far, so that no exponential exceeds 1. It keeps as many rows as hidden has
-# columns, which are no more numbers than weight has. The gradients of other rows, and all those
-# with a soft cap, come from logits that are computed anew.
+# columns, which are no more numbers than weight has. For the gradients of other rows, and for all
+# with a soft cap, logits are recomputed.
 
 
 Loss = tuple[Tensor, Tensor, Tensor]
@@ -348,7 +348,7 @@ def make_kept(hidden: Tensor, classes: int, rows: int, blocks: int) -> tuple[Ten
 
 
 def keep_nothing(hidden: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Make what stands for exponentials that were not kept."""
+    """Make the exponentials and bases of no rows, for calls that keep none."""
     return make_kept(
         hidden, classes, *_C.linear_cross_entropy_kept_sizes(0, hidden.shape[-1], classes, 0.0)
     )
@@ -408,7 +408,7 @@ library.register_autograd(
 
 
 def register_sharding() -> None:
-    """Tell DTensor, which is imported by now."""
+    """Register with DTensor, which is imported by now."""
     from torch.distributed.tensor import DTensor
 
     def forward(mode: Any, _: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> LossAndKept:
@@ -432,7 +432,7 @@ after_import("torch.distributed.tensor", register_sharding)
 
 @library.register_vmap("foo::linear_cross_entropy_training")
 def vmap_training_rule(info: Any, in_dims: Any, *inputs: Any, **options: Any) -> tuple[Any, Any]:
-    """Map rows in one call, whose exponentials are not those of each call alone."""
+    """Map rows in one call, without exponentials: they would not be those of each call alone."""
     results, out_dims = vmap_rule(info, in_dims, *inputs, **options)
     weight, dim = inputs[1], in_dims[1]
     classes = weight.shape[0 if dim is None or dim % weight.dim() > 0 else 1]

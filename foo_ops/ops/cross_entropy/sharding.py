@@ -13,17 +13,17 @@ from foo_ops import library
 
 # -------------------------------------------------------------------------------- different classes
 
-# Compute cross-entropy where processes have different classes, without anybody's logits moving.
+# Compute cross-entropy if processes have different classes, without sending logits.
 #
-# Of its own classes a process knows the logsumexp L_r of each row, and for the rows whose target is
-# among them the loss L_r - x_target. What travels is a maximum and two sums for each row:
+# From its own classes, process r has the logsumexp L_r of each row, and for rows whose target is
+# among them the loss L_r - x_target. Processes exchange a maximum and two sums for each row:
 #
 #     L = m + log(sum_r exp(L_r - m)),   m = max_r L_r
 #     loss = (1 - smoothing) ((L_r - x_target) + (L - L_r))
 #            + smoothing sum_r V_r / V ((L_r - mean_r x) + (L - L_r))
 #
-# The gradients follow from L, each process's from its own logits. The second line is that of an
-# operator whose label_smoothing is 1, which needs a call of its own.
+# From L, each process computes the gradients of its own logits. The second line of the loss is the
+# operator with label_smoothing 1, in a separate call.
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ IGNORED = -100
 
 # Takes targets among a process's own classes, and label_smoothing; returns losses and logsumexps.
 Forward = Callable[[Tensor, float], tuple[Tensor, Tensor]]
-# Takes the gradients of these, too, before the others; returns gradients.
+# Takes the gradients of losses and logsumexps before the same arguments; returns gradients.
 Backward = Callable[[Tensor, Tensor, Tensor, float], list[Tensor]]
 
 
@@ -43,8 +43,8 @@ class Classes:
     """Some of the classes, from ``start`` on, and the processes that have the others.
 
     Attributes:
-        rows: the placements of what each row has.
-        is_cut: for each dimension of the mesh, whether it cuts the classes.
+        rows: the placements of tensors with one number per row.
+        is_cut: for each dimension of the mesh, whether it shards the classes.
     """
 
     mesh: DeviceMesh
@@ -61,7 +61,7 @@ class Classes:
         return [Shard(dim) if is_cut else it for is_cut, it in zip(self.is_cut, others)]
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Return the sum or the maximum of what the processes have for each row."""
+        """Return the sum or the maximum over processes for each row."""
         from torch.distributed.tensor import DTensor, Partial
 
         placements = [
@@ -76,7 +76,7 @@ class Classes:
         return base + self.reduce((own - base).exp(), "sum").log()
 
     def own(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Return which targets are among the own classes."""
+        """Return the mask of targets that are among this process's classes."""
         end = self.start + self.count
         return (target != ignore_index) & (target >= self.start) & (target < end)
 
@@ -84,7 +84,7 @@ class Classes:
         return (target - self.start).where(own, IGNORED)
 
     def any(self, target: Tensor) -> Tensor:
-        """Return targets that do not count if label_smoothing is 1."""
+        """Return any valid targets, for calls with label_smoothing 1, where they do not count."""
         return torch.full_like(target, 0 if self.count > 0 else IGNORED)
 
     @property
@@ -116,7 +116,7 @@ def vocabulary_forward(
     """Return the losses and the logsumexps of rows.
 
     Args:
-        operator, named: begin and explain the refusal of a target that is no class.
+        operator, named: words for the error about a target that is no class.
     """
     require_classes(operator, target, classes.total, ignore_index, named)
     own = classes.own(target, ignore_index)
@@ -126,7 +126,7 @@ def vocabulary_forward(
     def lifted(loss: Tensor, is_counted: Tensor) -> Tensor:
         """Replace the process's logsumexp in its losses by that of all classes."""
         whole = (loss + (logsumexp - its_sum)).where(its_sum > -torch.inf, torch.inf)
-        # Infinite logits of any process leave no loss.
+        # An infinite logit on any process makes the loss NaN.
         whole = whole.where(logsumexp != torch.inf, torch.nan)
         return whole.where(is_counted, 0.0)
 
@@ -151,7 +151,7 @@ def vocabulary_backward(
     """Return the gradients that follow from a process's own classes.
 
     Args:
-        like: a number of each row.
+        like: a tensor with one number per row.
     """
     of_loss = torch.zeros_like(like) if grad_loss is None else grad_loss
     of_loss = of_loss.where(target != ignore_index, 0.0)
@@ -176,7 +176,7 @@ def vocabulary_backward(
 
 # Compute the cross-entropy of DTensors: each process has some of the rows, or of the classes.
 #
-# The mean needs the sum and the count of all processes, so that placements alone do not tell it.
+# The mean needs the sum and the count over all processes, which placements cannot express.
 
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ if TYPE_CHECKING:
 
 
 def register_softmax() -> None:
-    """Tell DTensor, which is imported by now."""
+    """Register with DTensor, which is imported by now."""
     from torch.distributed.tensor import DTensor
 
     library.register_torch_dispatch("foo::softmax_cross_entropy", DTensor, softmax_forward)
@@ -263,7 +263,7 @@ def require_distributed(operator: str, **tensors: Tensor | None) -> None:
 
 
 def rows_of(logits: DTensor) -> list[Placement]:
-    """Return the placements of what each row has."""
+    """Return the placements of tensors with one number per row."""
     from torch.distributed.tensor import Replicate, Shard
 
     return [
@@ -273,9 +273,9 @@ def rows_of(logits: DTensor) -> list[Placement]:
 
 
 def classes_of(tensor: DTensor, dim: int, rows: list[Placement]) -> Classes | None:
-    """Return which classes a process has, of a tensor that has them in dimension ``dim``.
+    """Return a process's classes, from a tensor that has the classes in dimension ``dim``.
 
-    None where all have all. What cuts the rows does not cut the classes.
+    None if all processes have all classes. A mesh dimension that shards rows shards no classes.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -324,8 +324,8 @@ def as_placed(
 
 # Compute foo::linear_cross_entropy of DTensors: each process has some rows, or some classes.
 #
-# With some rows each computes its share of the gradients of weight and bias, with some classes that
-# of hidden; they are sums over processes.
+# With some rows, each process computes its share of the gradients of weight and bias; with some
+# classes, its share of the gradient of hidden. These gradients are sums over processes.
 
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ WANTED = {"hidden_requires_grad": True, "weight_requires_grad": True, "bias_requ
 
 
 def register_linear() -> None:
-    """Tell DTensor, which is imported by now."""
+    """Register with DTensor, which is imported by now."""
     from torch.distributed.tensor import DTensor
 
     library.register_torch_dispatch("foo::linear_cross_entropy", DTensor, linear_forward)
@@ -433,7 +433,7 @@ def replicated(rows: list[Placement]) -> list[Placement]:
 
 
 def divided(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that tell losses from logits, and the others."""
+    """Return the options of the loss, and those of the logits."""
     of_loss = {name: it for name, it in kwargs.items() if name in OF_LOSS}
     return of_loss, {name: it for name, it in kwargs.items() if name not in OF_LOSS}
 

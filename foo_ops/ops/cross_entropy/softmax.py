@@ -31,9 +31,9 @@ from foo_ops.ops.cross_entropy import sharding
 #     logsumexp = log(sum_v exp(x_v))
 #     loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
 #
-# Of a row of V logits: V steps through a running maximum and sum (Milakov and Gimelshein 2018,
-# algorithm 3), in chunks that stay in the first cache. What is kept for the gradient beside the
-# logits is one number a row; neither probabilities nor their logarithms are stored.
+# A row of V logits takes V steps of a running maximum and sum (Milakov and Gimelshein 2018,
+# algorithm 3), in chunks that stay in the L1 cache. Besides the logits, one number per row is saved
+# for the gradient; neither probabilities nor their logarithms are stored.
 
 
 ARGUMENTS = "float label_smoothing=0.0, SymInt ignore_index=-100"
@@ -50,8 +50,8 @@ library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 CHUNK = 1024
-# From here on a rounding of the logsumexp changes probabilities by more than 2^-16, and they are
-# divided by their sum.
+# Beyond this, rounding the logsumexp changes probabilities by more than 2^-16, and they are divided
+# by their sum.
 LARGE = 256.0
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -72,14 +72,14 @@ def softmax_cross_entropy(
         target: (...), int64, classes in [0, V), or ignore_index.
         reduction: "none" gives a loss for each row, "sum" their sum, "mean" their mean over the
             rows that are not ignored (NaN if there is none).
-        label_smoothing: in [0, 1], how much of the target is spread over all classes.
+        label_smoothing: in [0, 1], the share of the target that is spread over all classes.
         ignore_index: rows with this target have loss zero and no gradient.
-        return_logsumexp: return also the logarithms of the sums, (...), for a loss on them.
+        return_logsumexp: return the logsumexp of each row, (...), too, for a loss on it.
 
     Returns:
-        The loss, float32 (float64 for float64 logits), which is more than half precision could
-        hold of it. Has a gradient for logits, also through logsumexp. A row with a logit of +inf
-        has NaN for loss and gradients, as in torch.nn.functional.cross_entropy.
+        The loss, float32 (float64 for float64 logits), since half precision would round it. Has a
+        gradient for logits, also through logsumexp. A row with a logit of +inf has NaN for loss and
+        gradients, as in torch.nn.functional.cross_entropy.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes and options that do not fit.
@@ -95,7 +95,7 @@ def softmax_cross_entropy(
         logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index
     )
     if reduction == "mean":
-        # Taken by the kernel: of one row of 32000 classes four operators would double the time.
+        # Computed by the kernel: four operators would double the time of one row of 32000 classes.
         loss = mean
     elif reduction == "sum":
         loss = loss.sum()
@@ -177,7 +177,7 @@ def forward_kernel(
             peak = largest
             for i in range(start, stop):
                 peak = language.accumulate_maximum(peak, x[i])
-            # Where all logits so far are -inf, differences of infinities would be NaN.
+            # If all logits so far are -inf, differences of infinities would be NaN.
             before, shift = shift, language.zero(logits) if peak == -math.inf else peak
             chunk, values = language.zero(logits), language.zero(logits)
             for i in range(start, stop):
@@ -193,7 +193,7 @@ def forward_kernel(
         label = target.flat[row]
         value = 0.0
         if label != ignore_index:
-            # Differences of logits come first: beside a large one nothing is left of the logarithm.
+            # Logits are subtracted first: beside a large one the logarithm would be rounded away.
             value = rest + (1.0 - label_smoothing) * (largest - x[label])
             if label_smoothing != 0.0:
                 value -= label_smoothing * plain / size
@@ -201,7 +201,7 @@ def forward_kernel(
 
 
 def make_backward_kernel(is_part: bool) -> library.TileKernel:
-    """Make the kernel; a part of the classes does not know the sum of all probabilities."""
+    """Make the kernel; for a part of the classes, the sum of all probabilities is unknown."""
 
     @library.tile_kernel(
         tiles=lambda logits: logits.rows,
@@ -223,7 +223,7 @@ def make_backward_kernel(is_part: bool) -> library.TileKernel:
     ) -> None:
         """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed).
 
-        A loss that is not ignored has its share of the gradient of the mean, too.
+        For rows that are not ignored, grad_loss includes their share of grad_mean.
         """
         size = logits.shape[-1]
         share = language.zero(logits)
@@ -242,7 +242,7 @@ def make_backward_kernel(is_part: bool) -> library.TileKernel:
                 scale = scale + grad_logsumexp.flat[row]
             each = language.cast(label_smoothing * slope / size, logits)
             shift = logsumexp.flat[row]
-            # Infinite logits have no probabilities: not one in such a row is a number.
+            # A row with an infinite logit has no probabilities: all its gradients are NaN.
             shift += language.cast(math.nan if shift == math.inf else 0.0, logits)
             if not is_part and LARGE < abs(shift) < math.inf:
                 total = language.zero(logits)
@@ -371,7 +371,7 @@ library.register_autograd("foo::softmax_cross_entropy_backward", composite=compo
 
 # --------------------------------------------------------------------------- vmap, sharding, FLOPs
 
-# In one call, unless it is differentiated through the mean, which each has of its own.
+# In one call, unless grad_mean is mapped: each mapped element has a mean of its own.
 library.register_vmap_rows(
     "foo::softmax_cross_entropy_backward",
     "grad_loss",
@@ -407,9 +407,9 @@ def backward_flops(
 
 # foo::softmax_cross_entropy_part_backward, for a part of the classes.
 #
-# It takes what foo::softmax_cross_entropy_backward takes, the logsumexp of all classes among it.
-# That one divides probabilities by their sum where the logsumexp is large, which a part does not
-# know. It has no derivatives: DTensor calls it below autograd.
+# It takes the arguments of foo::softmax_cross_entropy_backward, with the logsumexp of all classes.
+# That operator divides probabilities by their sum if the logsumexp is large; here the sum of all
+# probabilities is unknown. There are no derivatives: DTensor calls this operator below autograd.
 
 
 NAME = "foo::softmax_cross_entropy_part_backward"

@@ -1,9 +1,9 @@
-"""Know the functions of earlier calls: a trace costs a millisecond, and most calls bring none.
+"""Cache traced functions: a trace costs a millisecond, and most calls have a known function.
 
-A function is known by its code and by all that it can read: what it closes over, its defaults and
-its globals, and those of the functions among these. Numbers count with their values, tensors with
-their kinds and sizes, and are taken anew at each call. A function that can read anything else, such
-as an object's attributes, is traced at each call.
+The key of a function is its code and all that it can read: closure variables, defaults and globals,
+and those of the functions among these. Numbers are in the key with their values; tensors with their
+kinds and sizes, and each call brings its own. A function that can read anything else, such as an
+object's attributes, is traced at each call.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from foo_ops.ops.flex_attention.programs import Place, Recorder, Step
 from foo_ops.ops.flex_attention.trace import Traced, record
 
 CAPACITY = 512
-# What these modules compute depends on nothing but arguments, and on what the key has besides.
+# Functions of these modules depend only on their arguments, and on state that is in the key.
 MODULES = ("torch", "math", "operator", "builtins")
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 READERS = frozenset(("globals", "locals", "vars", "eval", "exec", "__import__", "open", "input"))
 
 
 class _UnknownError(Exception):
-    """A function can read what no key describes."""
+    """A function can read something that no key describes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A trace without its captured tensors: they are `sources`, and what `steps` make of them."""
+    """A trace without its captured tensors, which come from `sources` and `steps` on them."""
 
     traced: Traced
     captured: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Known:
     steps: tuple[Step, ...]
 
     def call(self, tensors: list[Tensor]) -> Traced:
-        """Return the trace with the tensors that a call has brought."""
+        """Return the trace with the tensors of a call."""
         values = {place: tensors[number] for place, number in self.sources.items()}
         values |= self.created
         for step in self.steps:
@@ -69,7 +69,7 @@ _lock = threading.Lock()
 def traced(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, query: Tensor
 ) -> Traced:
-    """Return the programs of a score_mod and a mask_mod, traced or known."""
+    """Return the programs of a score_mod and a mask_mod, from the cache or by a trace."""
     described = _describe(score_mod, mask_mod, query)
     if described is None:
         return record(score_mod, mask_mod, query)[0]
@@ -88,7 +88,7 @@ def traced(
 
 
 def _made_known(traced: Traced, recorder: Recorder, tensors: list[Tensor]) -> _Known | None:
-    """Return what to keep of a trace, unless it depends on the values of tensors, or on others."""
+    """Return the cache entry of a trace; None if it depends on values or on unknown tensors."""
     if recorder.reads_values:
         return None
     needed = {id(it) for it in traced.captured}
@@ -125,7 +125,7 @@ def _describe(*arguments: Any) -> tuple[tuple[Any, ...], list[Tensor]] | None:
 
 
 class _Walk:
-    """A walk through all that functions can read, which writes the key."""
+    """Builds the key, by a walk through all that functions can read."""
 
     def __init__(self) -> None:
         self.key: list[Any] = []
@@ -136,7 +136,7 @@ class _Walk:
         """Add a value to the key."""
         kind = type(value)
         if kind in PLAIN:
-            # The text tells 0.0 from -0.0, and a NaN is equal to itself.
+            # The repr tells 0.0 from -0.0, and that of a NaN is equal to itself.
             self.key.append((kind, repr(value)))
         elif kind is Tensor or kind is torch.nn.Parameter:
             self._tensor(value)
@@ -156,7 +156,7 @@ class _Walk:
             raise _UnknownError
 
     def _is_new(self, value: Any) -> bool:
-        """Add the place of what has been seen before."""
+        """Add the number of a value to the key, and return whether the value is new."""
         number = self._seen.setdefault(id(value), len(self._seen))
         self.key.append(number)
         return number == len(self._seen) - 1
@@ -200,7 +200,7 @@ class _Walk:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether it is a module, a class or a function in C whose results its arguments decide."""
+    """Whether a value is a module, a class or a C function that depends on its arguments alone."""
     if isinstance(value, types.ModuleType):
         return _is_of_modules(value.__name__)
     if isinstance(value, type):
@@ -216,7 +216,7 @@ def _is_of_modules(name: str | None) -> bool:
 
 @functools.cache
 def _readable(code: types.CodeType) -> tuple[str, ...] | None:
-    """Return the names of a function's globals, and None where it can read what has no name."""
+    """Return the names of a function's globals; None if it can read values without a name."""
     names = global_names(code)
     if names & READERS or any(_leaves(it) for it in _codes(code)):
         return None
@@ -229,6 +229,6 @@ def _codes(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _leaves(code: types.CodeType) -> bool:
-    """Whether code imports, or writes what others read."""
+    """Whether code imports modules, or writes to globals."""
     operations = {step.opname for step in dis.get_instructions(code)}
     return bool(operations & {"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})

@@ -1,8 +1,8 @@
 """Compile flex attention with torch.compile, which has to see what its functions capture.
 
-Dynamo turns the functions of torch's own flex_attention into graphs, and what they capture into
-inputs of those. A call of ours is known to it in the same way, and becomes the ordinary operator
-with programs made of the graphs wherever the call is run: so it is what AOTAutograd records.
+Dynamo turns the functions of torch's own flex_attention into graphs, and captured tensors into
+inputs of the graphs. It handles our call in the same way. Wherever the call is run, it becomes the
+ordinary operator, with programs made from the graphs: AOTAutograd records that operator.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def compiled(
     scale: float | None,
     options: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator of a name where Dynamo looks on.
+    """Call an operator of flex attention under Dynamo.
 
     Args:
         name: ``"flex_attention"`` or ``"flex_attention_varlen"``.
         inputs: query, key and value.
-        score_mod, mask_mod: the functions of a user.
+        score_mod, mask_mod: the user's functions.
         others: the operator's other tensors.
         scale: factor of the products of query and key.
         options: the operator's other options.
@@ -75,7 +75,7 @@ class FlexAttentionCall(HigherOrderOperator):
 
         Args:
             query, key, value, scale: as in `foo_ops.flex_attention`.
-            score_mod: a graph, which takes what it captures in the end.
+            score_mod: a graph, which takes captured tensors last.
             mask: the operator's name, its other tensors, and the graph of the mask_mod.
             options: the operator's other options.
             captured_by_score_mod, captured_by_mask_mod: given by Dynamo.
@@ -98,15 +98,15 @@ class FlexAttentionCall(HigherOrderOperator):
 
 
 class FlexAttentionVariable(dynamo.FlexAttentionHigherOrderVariable):
-    """What Dynamo has in the place of the operator.
+    """Dynamo's variable for the operator.
 
-    Tracing a function, it takes a copy of what it knows of attributes that were set, and goes on
-    with the copy. Objects that were made before look into the one from before: with torch's own
-    operator, a layer of a cache that is made in the compiled function loses what is set later.
+    When Dynamo traces a function, it copies its record of attributes that were set, and continues
+    with the copy. Objects that were made before still use the original: with torch's own operator,
+    a cache's layer that is made in the compiled function loses attributes that are set later.
     """
 
     def create_wrapped_node(self, tx: Any, *arguments: Any) -> Any:
-        """Trace a function, and bring what is known back to where it was."""
+        """Trace a function, and write the copied record back to the original."""
         known = tx.output.side_effects
         result = super().create_wrapped_node(tx, *arguments)
         known.__dict__.update(tx.output.side_effects.__dict__)

@@ -38,7 +38,7 @@ library.define(
     tags=TAGS,
 )
 
-# The gradient of a captured tensor has size 0 where it is not asked for.
+# The gradient of a captured tensor has size 0 if it is not needed.
 library.define(
     "foo::flex_attention_backward",
     "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
@@ -63,39 +63,39 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention whose scores a function changes and whose keys another one hides.
+    """Compute attention with a function that changes scores and another one that masks keys.
 
-    It takes what torch.nn.attention.flex_attention.flex_attention takes, on CPU and on foo, forward
-    and backward. The functions are compiled into the vectors of our own kernels, once for each
-    function: other lengths, other numbers and other tensors that it captures compile nothing.
+    It takes the arguments of torch.nn.attention.flex_attention.flex_attention, on CPU and on foo,
+    forward and backward. The functions are compiled into our own vectorised kernels, once for each
+    function: new lengths, new numbers and new captured tensors compile nothing.
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16, float32 or float64, any strides, D up to 256.
         key: (B, Hkv, Sk, D), or with a batch of 1 for all rows of query's.
         value: (B, Hkv, Sk, Dv), Dv up to 256.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns what a score becomes, before
-            the softmax; all are tensors of one number, the score in float32 (float64 for float64).
-            It is made of operations on single numbers and of elements of tensors that it captures,
-            which have gradients where they require some, summed in the score's dtype.
-        block_mask: a BlockMask of torch's create_block_mask, of any block size, whose blocks that
-            see nothing cost nothing; or ``mask_mod(b, h, q_idx, kv_idx)`` itself, which is asked
-            for blocks of 128 first.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score, before the
+            softmax; all are tensors of one number, the score in float32 (float64 for float64). It
+            consists of operations on single numbers and on elements of captured tensors. These get
+            gradients if they require some, summed in the score's dtype.
+        block_mask: a BlockMask of torch's create_block_mask, of any block size; blocks that are
+            masked as a whole cost nothing. Or ``mask_mod(b, h, q_idx, kv_idx)`` itself, which is
+            first evaluated for blocks of 128.
         scale: factor of the products of query and key, by default 1 / sqrt(D).
         enable_gqa: each head of key and value serves Hq / Hkv heads of query in a row.
         return_lse: return the logarithm of the softmax's denominator, too.
-        kernel_options: not looked at, since they tune kernels of Triton.
+        kernel_options: ignored, since they tune Triton kernels.
 
     Returns:
-        The output, (B, Hq, Sq, Dv) in query's dtype, and if asked for the natural logsumexp,
+        The output, (B, Hq, Sq, Dv) in query's dtype, and with ``return_lse`` the natural logsumexp,
         (B, Hq, Sq) in float32 (float64 for float64). A query that sees no key has output 0 and
         logsumexp -inf. Both can be differentiated, twice; the second time in O(Sq * Sk) memory.
 
     Raises:
         ValueError: for shapes that do not fit together, and functions that do not fit scores.
-        NotImplementedError: for what a function does beyond operations on single numbers, with its
-            line.
+        NotImplementedError: for a function with other operations than those on single numbers; the
+            message has the line.
         TypeError: for dtypes.
-        IndexError: where a function indexes a captured tensor outside of its shape.
+        IndexError: if a function indexes a captured tensor outside of its shape.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 100, 64).unbind()
@@ -135,13 +135,13 @@ def flex_attention(
 
 
 def _is_shared(key: Tensor, value: Tensor, query: Tensor) -> bool:
-    """Return whether all rows of query's batch have the keys of a batch of 1."""
+    """Return whether key and value have a batch of 1, which all rows of query's batch share."""
     has_one = is_known(key.shape[0] == 1) and is_known(value.shape[0] == 1)
     return has_one and is_known(query.shape[0] != 1)
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert floats to the dtype of autocast, where it is on; what functions capture stays."""
+    """Cast floats to the dtype of autocast, if it is on; captured tensors are not cast."""
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
@@ -152,14 +152,14 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _parts(
     block_mask: BlockMask | Function | None, query: Tensor, key: Tensor
 ) -> tuple[Function | None, tuple[Tensor | None, ...], dict[str, int]]:
-    """Return the mask_mod, the lists of blocks, and the sizes of a block, of any kind of mask."""
+    """Return the mask_mod, the lists of blocks, and the block sizes of any kind of mask."""
     from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask
 
     if not isinstance(block_mask, BlockMask):
         return block_mask, (), {}
     query_block, key_block = block_mask.BLOCK_SIZE
     lengths, own = (query.shape[2], key.shape[2]), block_mask.shape[-2:]
-    # torch's own mask for none is one block of this size.
+    # torch expresses no mask as one block of this size.
     is_none = query_block == key_block == _LARGE_SPARSE_BLOCK_SIZE
     differs = any(is_known(one != other) for one, other in zip(own, lengths))
     if not is_none and differs:
@@ -201,11 +201,11 @@ def fake(
 
 
 def register_fake_backward(name: str, check: Callable[..., None]) -> None:
-    """Register the fake kernel of the operator that computes gradients.
+    """Register the fake kernel of a backward operator.
 
     Args:
-        name: the operator's, without its namespace.
-        check: refuses what the forward pass refuses, of which it has the arguments.
+        name: the operator's name, without its namespace.
+        check: the check of the forward pass, with the same arguments.
     """
 
     @library.register_fake(f"foo::{name}")
@@ -255,7 +255,7 @@ library.register_vmap("foo::flex_attention_backward", vmap_backward)
 
 @library.register_flops("foo::flex_attention")
 def flops(query_shape: Any, key_shape: Any, value_shape: Any, *others: Any, **_: Any) -> int:
-    """Count two products of matrices; a mask does not make them fewer, as torch counts."""
+    """Count two matrix products; a mask does not reduce them, as in torch's counts."""
     return sum(product_flops(query_shape, key_shape, value_shape))
 
 

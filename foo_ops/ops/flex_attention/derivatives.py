@@ -25,14 +25,14 @@ from foo_ops.ops.attention.varlen import as_packed, sequences_of
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What the nodes of a program are, and the arguments that they were computed from."""
+    """The values of a program's nodes, and the program."""
 
     nodes: list[Tensor]
     program: Program
 
     @property
     def output(self) -> Tensor:
-        """Return what the program's function returns."""
+        """Return the result of the program's function."""
         return self.nodes[self.program.output]
 
     def gradients(self, captured: Sequence[Tensor]) -> list[Tensor]:
@@ -68,17 +68,17 @@ def evaluate(
     Args:
         program: the program, or its text.
         score: the scores (B, H, S, T).
-        batch: the numbers of the batches, of a shape that broadcasts with the scores.
-        head: those of the heads.
-        query: those of the queries.
-        key: those of the keys.
+        batch: the indices of the batch, in a shape that broadcasts with the scores.
+        head: the indices of the heads, likewise.
+        query: the indices of the queries, likewise.
+        key: the indices of the keys, likewise.
         captured: the tensors that the program loads from.
         numbers: the floating-point numbers of the program.
         integers: the integers of the program.
         grad: the gradient of the function's result, for a program of gradients.
 
     Raises:
-        IndexError: an index is outside of a captured tensor.
+        IndexError: if an index is outside of a captured tensor.
     """
     program = Program.parse(program) if isinstance(program, str) else program
     inputs = {"score": score, "batch": batch, "head": head, "query": query, "key": key}
@@ -132,8 +132,8 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 # -------------------------------------------------------------------------------------- derivatives
 
-# Compute flex attention with torch's own operators, in O(Sq * Sk) memory: what is differentiated
-# where kernels have no derivatives, or torch.func transforms the call.
+# Compute flex attention with torch's own operators, in O(Sq * Sk) memory. These composites are
+# differentiated if kernels have no derivatives, or if torch.func transforms the call.
 
 
 def composite(
@@ -156,9 +156,9 @@ def composite(
     key_block: int = 128,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute foo::flex_attention, of which this has the arguments.
+    """Compute foo::flex_attention, with the same arguments.
 
-    Programs see the rows of the batch counted from ``first_batch`` on.
+    For programs, the indices of the batch begin with ``first_batch``.
     """
     compute = compute_type(query.dtype)
     group = query.shape[1] // max(1, key.shape[1])
@@ -179,7 +179,7 @@ def composite(
         if full_kv_num_blocks is not None and full_kv_indices is not None:
             sees = sees | _covered(full_kv_num_blocks, full_kv_indices, *sizes)
     scores = scores.masked_fill(~sees, -math.inf)
-    # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
+    # A query that sees nothing has no softmax: compute that of zeros, and mask the result.
     blind = (scores == -math.inf).all(-1, keepdim=True)
     logsumexp = torch.logsumexp(scores.masked_fill(blind, 0.0), -1, keepdim=True)
     weights = torch.exp(scores - logsumexp).masked_fill(blind, 0.0)
@@ -197,7 +197,7 @@ def composite_varlen(
     max_seqlen_k: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute foo::flex_attention_varlen, of which this has the arguments, by its sequences."""
+    """Compute foo::flex_attention_varlen, with the same arguments, a sequence at a time."""
     inputs: list[Any] = [query, key, value, *sequences]
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
@@ -213,10 +213,10 @@ def composite_varlen(
 
 
 def register_gradients(name: str, forward: Callable[..., Any]) -> None:
-    """Register the gradients of an operator, which ``<name>_backward`` computes, and those of that.
+    """Register an operator's gradients, by ``<name>_backward``, and the gradients of these.
 
     Args:
-        name: the operator's.
+        name: the operator's name.
         forward: computes the same with torch's own operators.
     """
     operator = find(f"{name}_backward")
@@ -242,7 +242,7 @@ def register_gradients(name: str, forward: Callable[..., Any]) -> None:
 
 
 def _make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Make the composite of the operator that computes the gradients of another composite."""
+    """Make the composite of a backward operator from that of its forward operator."""
 
     def composite_backward(
         grad_output: Tensor,
@@ -278,7 +278,7 @@ def _pull_back(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a function's inputs, which can be differentiated themselves.
 
-    torch.func.vjp would open a level of its own, within one that dispatches this call already.
+    torch.func.vjp would open a level of its own, inside the one that dispatches this call.
     """
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -291,7 +291,7 @@ def _pull_back(
 
 
 def _places(scores: Tensor) -> list[Tensor]:
-    """Return what programs know of each score: row of the batch, head, query and key."""
+    """Return the indices of each score: batch, head, query and key."""
     places = []
     for axis in range(4):
         shape = [1, 1, 1, 1]
@@ -304,7 +304,7 @@ def _places(scores: Tensor) -> list[Tensor]:
 def _covered(
     counts: Tensor, indices: Tensor, query_block: int, key_block: int, queries: int, keys: int
 ) -> Tensor:
-    """Return which scores the blocks of a list cover, (B, H, Sq, Sk) or with sizes of 1 before."""
+    """Return the mask of the scores that a list's blocks cover, (B, H, Sq, Sk); B, H may be 1."""
     columns = -(-keys // key_block)
     is_block = torch.arange(indices.shape[3], device=indices.device) < counts.unsqueeze(-1)
     places = torch.where(is_block & (indices < columns), indices, columns).long()

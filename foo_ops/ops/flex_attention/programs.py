@@ -18,22 +18,22 @@ from foo_ops.kernels.flex.program import COMPARISONS, DTYPES, FUNCTIONS, Gradien
 
 # ----------------------------------------------------------------------------------------- building
 
-# Build programs node by node, where equal nodes are one.
+# Build programs node by node; equal nodes are shared.
 
 
 _INVOLUTIONS = ("neg", "not")
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return what programs call a dtype."""
+    """Return the name of a dtype in programs."""
     return str(dtype).removeprefix("torch.")
 
 
 class Builder:
-    """Nodes of several programs, and the numbers that stand in the functions.
+    """Nodes of several programs, and the numbers in the traced functions.
 
-    A number gets a place of its own wherever it stands, so that a program does not tell whether two
-    happen to be equal. What formulas bring themselves is a `constant`, one node for one value.
+    Each number in a function gets a node of its own, so that a program does not depend on whether
+    two happen to be equal. A number that a formula brings is a `constant`, with one node per value.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Builder:
         self._values: dict[int, float] = {}
 
     def add(self, dtype: torch.dtype, operation: str, *operands: int, name: str = "") -> int:
-        """Return the node that computes this, which may be there already."""
+        """Return the node of an operation, which may exist already."""
         known = self._simplified(dtype, operation, operands)
         if known is not None:
             return known
@@ -56,7 +56,7 @@ class Builder:
         return place
 
     def number(self, value: float, dtype: torch.dtype) -> int:
-        """Return a new node for a number of the function's."""
+        """Return a new node for a number in the function."""
         if dtype.is_floating_point:
             self.numbers.append(float(value))
             return self.add(dtype, "number", len(self.numbers) - 1)
@@ -83,7 +83,7 @@ class Builder:
     def _simplified(
         self, dtype: torch.dtype, operation: str, operands: Sequence[int]
     ) -> int | None:
-        """Return a node that has the value of another operation already, exactly."""
+        """Return a simpler node with exactly the value of an operation, or None."""
         first = operands[0] if operands else -1
         if operation == "cast" and self.dtype_of(first) == dtype:
             return first
@@ -119,9 +119,9 @@ def _converted(value: float, dtype: torch.dtype) -> float:
 
 
 class Texts:
-    """Write programs of one builder, whose captured tensors and numbers have common places.
+    """Writes programs of one builder, which share the places of captured tensors and numbers.
 
-    Places are given in the order of their first use, and nodes stand behind their operands.
+    Places are numbered in the order of their first use, and nodes follow their operands.
     """
 
     def __init__(self, builder: Builder) -> None:
@@ -131,7 +131,7 @@ class Texts:
         self._integers: dict[int, int] = {}
 
     def write(self, output: int, gradients: Iterable[Gradient] = ()) -> str:
-        """Return a program's text, without the nodes that it does not need."""
+        """Return a program's text, without unused nodes."""
         gradients = tuple(gradients)
         roots = [output, *(node for it in gradients for node in (it.value, *it.indices))]
         places: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Texts:
         )
 
     def _ordered(self, roots: Sequence[int]) -> list[int]:
-        """Return the nodes that the roots need, each behind its operands."""
+        """Return the nodes that the roots need, each after its operands."""
         done: dict[int, None] = {}
         waiting = list(reversed(roots))
         while waiting:
@@ -177,7 +177,7 @@ class Texts:
 
     @property
     def captured(self) -> list[int]:
-        """Return which captured tensors the programs need, in the order of their places."""
+        """Return the captured tensors that the programs need, in the order of their places."""
         return list(self._captured)
 
     @property
@@ -200,13 +200,13 @@ def _place(table: dict[int, int], key: int) -> int:
 # Record what a function computes for one score, while it runs on numbers without values.
 
 
-# Numbers that torch.compile leaves open, such as lengths.
+# Numbers that are symbolic under torch.compile, such as lengths.
 SYMBOLS = (torch.SymInt, torch.SymFloat)
 CREATED = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.lift)
 
 
 class RefusalError(Exception):
-    """What a function does that no program can say: what it must do, and what came."""
+    """Raised for a function that no program can express: the requirement, and what came."""
 
     def __init__(self, must: str, got: str, kind: type[Exception] = NotImplementedError) -> None:
         super().__init__(must, got)
@@ -220,13 +220,13 @@ def unsupported(got: str) -> RefusalError:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a captured tensor: the indices that are known, and None for the dimensions left."""
+    """A part of a captured tensor: an index for each dimension, None for those that are left."""
 
     captured: int
     indices: tuple[int | None, ...]
 
     def indexed(self, indices: Sequence[int | None]) -> Part:
-        """Return the part with indices for its dimensions, from the first one on."""
+        """Return the part with indices for its first dimensions."""
         new = iter(indices)
         return Part(self.captured, tuple(next(new, None) if i is None else i for i in self.indices))
 
@@ -234,7 +234,7 @@ class Part:
 class Number(Tensor):
     """A tensor without values, on any device, that stands for a node or for a part.
 
-    PyTorch's own FakeTensor would do, at three times the cost, and imports for a second.
+    PyTorch's own FakeTensor would do, at three times the cost and with a second of imports.
     """
 
     value: int | Part
@@ -249,7 +249,7 @@ class Number(Tensor):
         value: int | Part,
         requires_grad: bool = False,
     ) -> Number:
-        """Make one that stands for a value."""
+        """Make a number that stands for a node or a part."""
         number: Number = Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -258,11 +258,11 @@ class Number(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *rest: Any) -> Any:
-        """Refuse what happens outside of the trace."""
+        """Refuse operations outside of the trace."""
         raise RuntimeError(f"{func} was called on a number that only a trace can compute with")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Tell a function that prints what it is given."""
+        """Serve a function that prints its arguments."""
         return f"<number without a value, {self.dtype}>"
 
 
@@ -276,7 +276,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An operation on captured tensors alone, and what it made: all tensors by their numbers."""
+    """An operation on captured tensors alone, and its results; tensors appear as their ids."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -285,15 +285,15 @@ class Step:
 
 
 class Place(int):
-    """The number of a tensor among a step's arguments."""
+    """The id of a tensor among a step's arguments."""
 
 
 class Recorder(TorchDispatchMode):
-    """Turn each operation on a number without a value into a node of a program.
+    """Turns each operation on a number without a value into a node of a program.
 
-    Operations on other tensors are computed as ever. What they make of captured tensors is captured
-    in their place, and remembered as `steps`. A tensor that the function makes of nothing else is a
-    number, or captured if it has more than one.
+    Operations on other tensors are computed as usual. Those on captured tensors are recorded as
+    `steps`, and their results are captured instead. A tensor that the function creates from nothing
+    else is a number, or captured if it has more than one element.
     """
 
     def __init__(self, builder: Builder, device: torch.device) -> None:
@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
         self.loads: list[Load] = []
         self.steps: list[Step] = []
         self.reads_values = False
-        # Formulas of gradients, and what operations are made of, write in what they made.
+        # Formulas of gradients, and decompositions, write in place to tensors that they made.
         self.may_write = False
         self.created: dict[int, Tensor] = {}
         self._nodes: dict[int, int] = {}
@@ -315,7 +315,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without what would import Dynamo: 0.6 s of the first trace."""
+        """Return False, since True would import Dynamo: 0.6 s of the first trace."""
         return False
 
     def __torch_dispatch__(
@@ -383,7 +383,7 @@ class Recorder(TorchDispatchMode):
         return Number(size, tensor.dtype, self._device, part)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record another operation by those that PyTorch says it is made of."""
+        """Record another operation by PyTorch's decomposition of it."""
         from torch._decomp import decomposition_table
 
         is_composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
@@ -400,22 +400,22 @@ class Recorder(TorchDispatchMode):
             self.may_write = outer
 
     def outside(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function as around the trace, where torch.func and torch.export may be."""
+        """Call a function as outside of the trace, where torch.func and torch.export may be."""
         included = torch._C._dispatch_tls_local_include_set()
         keys = torch._C._ForceDispatchKeyGuard(included, self._excluded)
         with keys, torch._C._DisableAutocast():
             return func(*args, **kwargs)
 
     def input(self, name: str, dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
-        """Return a number that is given to the program."""
+        """Return a number that is an input of the program."""
         node = self.builder.add(dtype, "input", name=name)
         return Number((), dtype, self._device, node, requires_grad)
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return what a trace computes with in the place of a tensor that it captures.
+        """Return the number that stands for a captured tensor in the trace.
 
-        The tensor itself may be wrapped by torch.func, or have a tangent, which is for the operator
-        to see. All floating-point ones have gradients, since a program is for all calls alike.
+        The tensor itself may be wrapped by torch.func, or have a tangent, which only the operator
+        should see. All floating-point tensors have gradients, since a program serves all calls.
         """
         if isinstance(tensor, Number) or (id(tensor) in self.created and tensor.dim() == 0):
             return tensor
@@ -424,12 +424,12 @@ class Recorder(TorchDispatchMode):
             part = self.part_of(tensor)
             leaf = Number(tensor.shape, tensor.dtype, self._device, part, has_gradient)
             with self:
-                # No leaf, so that autograd leaves it to us to refuse what writes in place.
+                # Not a leaf: autograd would refuse in-place writes to a leaf before we can.
                 self._stand_ins[id(tensor)] = torch.ops.aten.index(leaf, [])
         return self._stand_ins[id(tensor)]
 
     def part_of(self, tensor: Tensor) -> Part:
-        """Return the part of a captured tensor that a tensor is."""
+        """Return a tensor as a part of a captured tensor."""
         if not isinstance(tensor, Number):
             return Part(self._capture(tensor), (None,) * tensor.dim())
         if isinstance(tensor.value, Part):
@@ -443,7 +443,7 @@ class Recorder(TorchDispatchMode):
         """
         dtype = wide(dtype)
         if isinstance(value, SYMBOLS):
-            # Only what is captured is a different number at each call of what was compiled.
+            # Captured, since only captured numbers may differ between calls of a compiled program.
             value = self.outside(tensor_of, value, self._device)
         if isinstance(value, Tensor):
             return self.builder.add(dtype, "cast", self._node_of(value))
@@ -473,7 +473,7 @@ class Recorder(TorchDispatchMode):
         return self.builder.add(wide(tensor.dtype), "cast", node)
 
     def _number_of(self, tensor: Tensor) -> int:
-        """Return the node for a number that the function has made a tensor."""
+        """Return the node for a number that the function has put in a tensor."""
         if id(tensor) not in self._nodes:
             self._nodes[id(tensor)] = self.operand(tensor.item(), tensor.dtype)
         return self._nodes[id(tensor)]
@@ -492,7 +492,7 @@ class Recorder(TorchDispatchMode):
 
 
 def example(value: Any) -> Any:
-    """Return a number on the CPU for one without a value: what comes of it tells the kind."""
+    """Return a number on the CPU for one without a value, to find the kind of a result."""
     if isinstance(value, Tensor):
         return torch.ones(value.shape, dtype=value.dtype)
     if isinstance(value, SYMBOLS):
@@ -501,7 +501,7 @@ def example(value: Any) -> Any:
 
 
 def tensor_of(value: Any, device: torch.device) -> Tensor:
-    """Return a number in a tensor; one that PyTorch leaves open must come into it by a product."""
+    """Return a number in a tensor, by a product, as a symbolic number requires."""
     dtype = torch.float64 if isinstance(value, torch.SymFloat) else torch.int64
     return torch.ones((), dtype=dtype, device=device) * value
 
@@ -526,19 +526,19 @@ def shapes_of(tensors: Sequence[Tensor]) -> str:
 
 # --------------------------------------------------------------------------------------- operations
 
-# What each of PyTorch's operations on numbers is in a program.
+# Translate PyTorch's operations on numbers to those of programs.
 
 
 aten = torch.ops.aten
 
-# What an operation is: a node, from the recorder, the result's dtype and the operation's arguments.
+# Returns an operation's node from the recorder, the result's dtype and the operation's arguments.
 Operation = Callable[..., int]
 OPERATIONS: dict[Any, Operation] = {}
 PARTS: dict[Any, Callable[..., Part]] = {}
 
 
 def operation(*packets: Any) -> Callable[[Operation], Operation]:
-    """Say what operations are, by those in place, too."""
+    """Register the translation of operations and of their in-place variants."""
 
     def register(function: Operation) -> Operation:
         for packet in packets:
@@ -552,7 +552,7 @@ def operation(*packets: Any) -> Callable[[Operation], Operation]:
 
 
 def compute(recorder: Recorder, dtype: torch.dtype, name: str, *arguments: Any) -> int:
-    """Return an operation of a program on arguments of the result's dtype."""
+    """Return the node of an operation on arguments of the result's dtype."""
     operands = (recorder.operand(it, dtype) for it in arguments)
     return recorder.builder.add(wide(dtype), name, *operands)
 
@@ -563,7 +563,7 @@ def common(one: Any, other: Any) -> torch.dtype:
 
 
 def _register_by_name() -> None:
-    """Register what has one name in programs and in PyTorch."""
+    """Register operations of PyTorch that are a single operation of programs."""
     for name in FUNCTIONS:
         operation(getattr(aten, name))(functools.partial(_function, name=name))
     for name in COMPARISONS:
@@ -720,7 +720,7 @@ def _clamp_max(r: Recorder, dtype: torch.dtype, x: Any, high: Any) -> int:
 
 @operation(aten.pow)
 def _pow(r: Recorder, dtype: torch.dtype, x: Any, exponent: Any) -> int:
-    """Small powers are products: 2, 3, 0.5 and -1 of floats, those up to 8 of integers."""
+    """Use products, roots and quotients for powers 2, 3, 0.5 and -1, and up to 8 of integers."""
     add, kind = r.builder.add, wide(dtype)
     if not isinstance(exponent, Tensor) and isinstance(x, Tensor):
         if exponent in (2, 3) or (not dtype.is_floating_point and 1 <= exponent <= 8):
@@ -779,9 +779,9 @@ def _isinf(r: Recorder, dtype: torch.dtype, x: Tensor) -> int:
 
 @operation(aten._to_copy, torch.ops.prims.convert_element_type)
 def _cast(r: Recorder, dtype: torch.dtype, /, x: Any, *arguments: Any, **options: Any) -> int:
-    """Round to 16 bits where a function asks for them, and compute in float32 again.
+    """Round to 16 bits if a function casts to them, and compute in float32 again.
 
-    What an operation is made of, and gradients, are not rounded.
+    Decompositions and gradients are not rounded.
     """
     node = r.operand(x, dtype)
     rounded = node if r.may_write else r.builder.add(dtype, "cast", node)
@@ -826,7 +826,7 @@ def _same(r: Recorder, dtype: torch.dtype, /, x: Any, *arguments: Any, **options
 
 
 def part(*packets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say which part of a captured tensor operations read."""
+    """Register the part of a captured tensor that operations read."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         PARTS.update(dict.fromkeys(packets, function))

@@ -30,18 +30,18 @@ from foo_ops.ops.flex_attention.programs import (
 
 # ------------------------------------------------------------------------------------------ reading
 
-# See what a function reads, before PyTorch does.
+# Intercept what a function reads, before PyTorch does.
 
 
-# Values that leave a tensor for Python, where no operation sees them.
+# Methods that pass a tensor's values to Python without an operation.
 READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class Reader(TorchFunctionMode):
-    """Tell what a function reads: the objects that it holds, before PyTorch unwraps them.
+    """Intercepts the tensors that a function reads, before PyTorch unwraps them.
 
-    Captured tensors have stand-ins among numbers without values. ``tensor[number]`` becomes an
-    operation, where PyTorch would ask for the number's value.
+    Beside numbers without values, captured tensors are replaced by stand-ins. ``tensor[number]``
+    becomes an operation, where PyTorch would read the number's value.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -51,7 +51,7 @@ class Reader(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function with stand-ins, or, of wrapped tensors alone, outside of the trace."""
+        """Call a function: beside numbers with stand-ins, on wrapped tensors outside the trace."""
         if func in READERS:
             self._recorder.reads_values = True
         if func is torch.Tensor.__getitem__:
@@ -70,13 +70,13 @@ class Reader(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_of_others(self, tensor: Tensor) -> bool:
-        """Whether torch.func or torch.export has to see what becomes of a tensor."""
+        """Whether torch.func or torch.export has to see operations on a tensor."""
         if torch._ops._len_torch_dispatch_stack_pre_dispatch():
             return id(tensor) not in self._recorder.created
         return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def _indexed(self, tensor: Tensor, items: list[Any]) -> Any:
-        """Return an element, or a part: slices are cut first, since they hold for all scores."""
+        """Return an element or a part; slices are taken first, as they are equal for all scores."""
         if Ellipsis in (it for it in items if not isinstance(it, Tensor)):
             place = next(i for i, it in enumerate(items) if it is Ellipsis)
             items[place : place + 1] = [slice(None)] * (tensor.dim() - len(items) + 1)
@@ -113,13 +113,13 @@ INDICES = ("batch", "head", "query", "key")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Programs of one call, and what they read.
+    """Programs of one call, and the values that they read.
 
     Attributes:
-        score_mod: the program of the score, or "" where it stays as it is.
-        mask_mod: the program of the mask, or "" where all take part.
-        backward: the program of the score's gradient and of those of captured tensors, or "" where
-            the gradient goes through as it is.
+        score_mod: the program of the score, or "" if the score does not change.
+        mask_mod: the program of the mask, or "" if nothing is masked.
+        backward: the program of the gradients of the score and of captured tensors, or "" if the
+            gradient of the result is that of the score.
         captured: the tensors that the programs load from.
         numbers: the floating-point numbers in the functions.
         integers: the integers in the functions.
@@ -134,14 +134,14 @@ class Traced:
 
 
 def trace(score_mod: Function | None, mask_mod: Function | None, query: Tensor) -> Traced:
-    """Return the programs of a score_mod and a mask_mod for scores of a query's kind."""
+    """Return the programs of a score_mod and a mask_mod, for a query's dtype and device."""
     return record(score_mod, mask_mod, query)[0]
 
 
 def record(
     score_mod: Function | None, mask_mod: Function | None, query: Tensor
 ) -> tuple[Traced, Recorder]:
-    """Trace, and return besides what was recorded."""
+    """Trace, and return the recorder, too."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     recorder = Recorder(Builder(), query.device)
     tracer = _Tracer(recorder, dtype)
@@ -170,11 +170,11 @@ class _Tracer:
         return [self.recorder.input(name, torch.int32) for name in INDICES]
 
     def score_mod(self, function: Function) -> dict[str, Output]:
-        """Return the outputs of the function's program, and of that of its gradients."""
+        """Return the outputs of the function's program and of its gradients' program."""
         score = self.recorder.input("score", self._dtype, torch.is_grad_enabled())
         unchanged = self.recorder.operand(score, self._dtype)
         with self.recorder:
-            # No leaf, so that autograd leaves it to us to refuse what writes in place.
+            # Not a leaf: autograd would refuse in-place writes to a leaf before we can.
             given = score.clone()
         result = self._run("score_mod", function, (given, *self._indices()), self._dtype)
         node = self.recorder.operand(result, self._dtype)
@@ -209,7 +209,7 @@ class _Tracer:
                 return number
 
     def _backward(self, result: Tensor, score: Tensor) -> dict[str, Output]:
-        """Return the score's gradient and those of what was loaded, unless it goes through."""
+        """Return the gradients of the score and of loads, unless ``grad`` passes unchanged."""
         zero = self.builder.constant(0, self._dtype)
         if not result.requires_grad:
             return {"backward": (zero, [])}
@@ -219,7 +219,7 @@ class _Tracer:
         self.recorder.may_write = True
         inputs = [score, *(it.tensor for it in loads)]
         with self.recorder:
-            # With grad as an argument of its own, autograd would import sympy, for 0.3 s.
+            # A product: with grad as argument grad_outputs, autograd would import sympy, for 0.3 s.
             grads = torch.autograd.grad(result * grad, inputs, allow_unused=True)
         first, *rest = grads
         output = zero if first is None else self.recorder.operand(first, self._dtype)
@@ -228,7 +228,7 @@ class _Tracer:
         return {} if output == unchanged and not gradients else {"backward": (output, gradients)}
 
     def _gradients(self, pairs: Iterable[tuple[Load, Tensor | None]]) -> list[Gradient]:
-        """Return one gradient for each element that was loaded, however often."""
+        """Return one gradient per loaded element, however often it was loaded."""
         sums: dict[int, int] = {}
         for load, grad in pairs:
             if grad is not None:
@@ -246,7 +246,7 @@ class _Tracer:
 
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
-    """Trace alike within autocast, checkpoints, transforms and exports."""
+    """Make a trace the same within autocast, checkpoints, transforms and exports."""
     pre_dispatch = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C._ExcludeDispatchKeyGuard(pre_dispatch))
@@ -285,7 +285,7 @@ def _name(function: Function) -> str:
 
 
 def _place(function: Function, traceback: TracebackType | None) -> str:
-    """Return the last line that is the user's, or else the function's first one."""
+    """Return the user's last line in a traceback, or else the function's first line."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "no file"
     while traceback is not None:

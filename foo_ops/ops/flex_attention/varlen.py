@@ -1,4 +1,4 @@
-"""foo::flex_attention_varlen is flex attention of packed sequences, and of keys in pages."""
+"""foo::flex_attention_varlen computes flex attention of packed sequences, or with keys in pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ library.define(
     tags=TAGS,
 )
 
-# The gradient of a captured tensor has size 0 where it is not asked for.
+# The gradient of a captured tensor has size 0 if it is not needed.
 library.define(
     "foo::flex_attention_varlen_backward",
     "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
@@ -64,15 +64,15 @@ def flex_attention_varlen(
         cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: as in `foo_ops.attention_varlen`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, as in `foo_ops.flex_attention`: b is
             the number of the sequence, q_idx and kv_idx are the positions within it.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, likewise. Blocks of 128 that it hides cost
-            nothing.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, likewise. Blocks of 128 that it masks as a
+            whole cost nothing.
         max_seqlen_q, max_seqlen_k: no sequence may be longer.
         scale: factor of the products of query and key, by default 1 / sqrt(D).
         return_lse: return the logarithm of the softmax's denominator, too.
 
     Returns:
-        The output, (total_q, Hq, Dv), and if asked for the logsumexp, (Hq, total_q). Both can be
-        differentiated, as those of `foo_ops.flex_attention`.
+        The output, (total_q, Hq, Dv), and with ``return_lse`` the logsumexp, (Hq, total_q). Both
+        can be differentiated, as those of `foo_ops.flex_attention`.
 
     Raises:
         ValueError, TypeError, NotImplementedError, IndexError: as `foo_ops.flex_attention`, and for

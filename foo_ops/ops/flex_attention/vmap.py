@@ -1,4 +1,4 @@
-"""Map flex attention under torch.vmap: in one call where rows of the batch are all alike."""
+"""Map flex attention under torch.vmap: in one call if all rows of the batch are treated alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Dims = tuple[Any, ...]
 
 
 def is_fold(dims: Dims, mask: Sequence[Tensor | None], options: dict[str, Any]) -> bool:
-    """Whether mapped calls can be one whose batch has the rows of all.
+    """Whether mapped calls can be folded into the batch of one call.
 
     Captured tensors and lists of blocks must be common to all calls, and neither programs nor lists
-    may tell one row of the batch from another.
+    may depend on the row of the batch.
     """
     texts = "".join(options.get(name, "") for name in ("score_mod", "mask_mod", "backward"))
     return (
@@ -43,7 +43,7 @@ def vmap(info: Any, in_dims: Dims, *inputs: Any, **options: Any) -> Any:
 def vmap_backward(
     info: Any, in_dims: Dims, *inputs: Any, captured_requires_grad: list[bool], **options: Any
 ) -> Any:
-    """Map foo::flex_attention_backward: a gradient of a captured tensor is one for each call."""
+    """Map foo::flex_attention_backward; each call has its own gradients of captured tensors."""
     operator = torch.ops.foo.flex_attention_backward.default
     options["captured_requires_grad"] = captured_requires_grad
     captured, mask = inputs[5], inputs[8:]

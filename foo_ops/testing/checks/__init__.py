@@ -1,4 +1,4 @@
-"""Check every operator alike, ours as anyone's: one table, one matrix.
+"""Check all operators alike, ours and others': one table, one matrix.
 
 Each check is a function of a `Case`: an operator, a device, a dtype, a sample. `cases` lists them,
 the pytest plugin makes a test of each, and `check_operator` runs them all.

@@ -1,4 +1,4 @@
-"""Call an operator in checks, compare what comes out, and report all that fails at once."""
+"""Call an operator in checks, compare results, and report all failures at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from foo_ops.testing.tolerance import gradients_of, has_gradients
 
 # -------------------------------------------------------------------------------------------- calls
 
-# Call an operator in checks, and compare what comes out.
+# Call an operator in checks, and compare results.
 
 
 def arguments(case: Case) -> Sample:
-    """Return the arguments of a plain call, out arguments included."""
+    """Return the arguments of a direct call, out arguments included."""
     sample = case.sample()
     functional = case.spec.functional
     if functional is None:
@@ -50,7 +50,7 @@ def run(case: Case, sample: Sample) -> Tensors:
 
 
 def replaced(sample: Sample, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Sample:
-    """Return the sample with values in the place of some of its tensors."""
+    """Return the sample with some of its tensors replaced by values."""
     by_tensor = dict(zip(map(id, tensors), values))
     return sample.map(lambda tensor: by_tensor.get(id(tensor), tensor))
 
@@ -70,12 +70,12 @@ def run_both(case: Case, sample: Sample) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
-    """Require a formula, and gradients of outputs where the reference has them."""
+    """Require a gradient formula, and a gradient for each output whose reference has one."""
     of_device = f"Autograd{DISPATCH_KEYS[torch.device(case.device).type]}"
     keys = ("CompositeImplicitAutograd", "Autograd", of_device)
     name = case.spec.name
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
-        # A kernel in Python may have gradients all the same, but only in eager mode.
+        # A Python kernel may still have gradients, but only in eager mode.
         raise AssertionError(
             "there is no formula of its gradient: register one (torch.library.register_autograd), "
             "or say differentiable=False in the OpSpec"
@@ -83,7 +83,7 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
     if all(output.requires_grad for output in outputs if has_gradients(output.dtype)):
         return
     if case.spec.statistic is not None:
-        return  # The reference gives the mean of something else.
+        return  # The reference computes the mean of the statistic.
     exact_sample = sample.exact().requiring_grad()
     expected = exact_sample.call(case.spec.reference)
     for position, (output, value) in enumerate(zip(outputs, expected)):
@@ -95,7 +95,7 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
 
 
 def check_both(case: Case, sample: Sample, outputs: Tensors, cotangents: Tensors) -> None:
-    """Check values, and the gradients that follow from them."""
+    """Check values and gradients."""
     check_outputs(case.spec, sample, case.dtype, outputs)
     gradients = run_backward(outputs, sample, cotangents)
     names = differentiable_names(case.spec, sample)
@@ -114,7 +114,7 @@ def described(sample: Sample) -> str:
 
 
 def same(what: str, actual: Tensors, expected: Tensors) -> None:
-    """Whether two results agree bit for bit, but for the payload of a NaN, and in their strides."""
+    """Require two results to be equal bit by bit, except for NaN payloads, and in their strides."""
     try:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     except AssertionError as error:
@@ -127,18 +127,18 @@ def same(what: str, actual: Tensors, expected: Tensors) -> None:
 
 
 def strides_differ(one: Tensor, other: Tensor) -> bool:
-    """Whether elements lie in other places. Where none are two apart, a stride means nothing."""
+    """Whether strides differ where they matter; the stride of a dimension of size 1 does not."""
     strides = zip(one.shape, one.stride(), other.stride())
     return one.numel() > 0 and any(size > 1 and here != there for size, here, there in strides)
 
 
 # ------------------------------------------------------------------------------------------ verdict
 
-# Report at once what fails of all that is checked.
+# Report all failures at once.
 
 
 class OperatorCheckError(AssertionError):
-    """An operator fails some of its checks.
+    """Raised if an operator fails some of its checks.
 
     Attributes:
         failures: the cases that failed, each with its error.
@@ -168,16 +168,16 @@ def listed(failures: Sequence[tuple[Case, Exception]]) -> str:
 def check_operator(
     spec: OpSpec, *, checks: Collection[str] | None = None, quick: bool = False
 ) -> None:
-    """Run everything that an operator has to pass, and report all that fails at once.
+    """Run all checks of an operator, and report all failures at once.
 
     Args:
         spec: the operator, with samples and a reference.
-        checks: the names of some checks, of those in ``CHECKS``; without it all of them run.
-        quick: only the third of the cases that finds most, see `cases`.
+        checks: names of checks in ``CHECKS``; without it all of them run.
+        quick: run only the third of the cases that finds most; see `cases`.
 
     Raises:
-        OperatorCheckError: an AssertionError that says what is wrong; of each check one failure is
-            spelled out, and the others are named.
+        OperatorCheckError: an AssertionError that says what is wrong; it spells out one failure of
+            each check, and names the others.
 
     Example:
         >>> from foo_ops.testing import ABS

@@ -37,7 +37,7 @@ from foo_ops.testing.tolerance import gradients_of, has_gradients
 
 
 def computed_anew(value: Any, anew: Callable[[Tensor], Tensor]) -> Any:
-    """Compute tensors anew whose numbers stay the same: they may be all that a function takes."""
+    """Recompute floating-point tensors; only their values stay the same."""
     if isinstance(value, (list, tuple)):
         return [computed_anew(element, anew) for element in value]
     if isinstance(value, Tensor) and has_gradients(value.dtype):
@@ -46,7 +46,7 @@ def computed_anew(value: Any, anew: Callable[[Tensor], Tensor]) -> Any:
 
 
 def negated_twice(tensor: Tensor) -> Tensor:
-    """Let the compiler choose where it lies, which it does not for a copy."""
+    """Let the compiler choose the memory layout, which it does not for a copy."""
     return tensor.neg().neg()
 
 
@@ -65,11 +65,11 @@ def compiled(
     backend: str,
     dynamic: bool = False,
 ) -> Functions:
-    """Put calls of the operator among others, so that there is a graph; eager and compiled.
+    """Put calls of the operator into a larger graph; return the function, eager and compiled.
 
-    The calls are those of some samples. In the backward pass, what is ``before`` comes after. Each
-    of the two is a program for a C++ compiler, which takes most of the time of a check: one for all
-    samples, since they wait for each other.
+    The calls are those of some samples. In the backward pass, ``before`` comes after the operator.
+    Each of the two passes is a program for the C++ compiler, which takes most of a check's time, so
+    there is one for all samples.
     """
     operator = case.spec.function
 
@@ -95,9 +95,9 @@ def call_all(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Te
 
 
 def check_compiled(case: Case, samples: Sequence[Sample], functions: Functions) -> None:
-    """Check forward and backward where there are gradients, else forward alone.
+    """Check forward and backward if there are gradients, else only forward.
 
-    A graph that records them has the same forward pass, so it is not compiled twice.
+    A graph that records gradients has the same forward pass, so that is not compiled again.
     """
     if case.dtype in differentiable(case.spec):
         check_compiled_gradients(case, samples, functions)
@@ -117,7 +117,7 @@ def check_compiled_forward(case: Case, samples: Sequence[Sample], functions: Fun
 
 
 def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expected: Tensors) -> None:
-    """Compare bit for bit, unless the operator is made of others that may be changed."""
+    """Compare bit by bit, unless the operator is a composite, whose parts a compiler may change."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "CompositeImplicitAutograd"):
         check_outputs(case.spec, sample, case.dtype, outputs)
     else:
@@ -125,7 +125,7 @@ def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expecte
 
 
 def check_compiled_gradients(case: Case, samples: Sequence[Sample], functions: Functions) -> None:
-    """Compare with the reference: a compiler may have formulas round otherwise."""
+    """Compare with the reference, since a compiler may change how formulas round."""
     eager, graph = functions
     with torch.no_grad():
         expected = call_all(eager, samples)
@@ -140,7 +140,7 @@ def check_compiled_gradients(case: Case, samples: Sequence[Sample], functions: F
         tensors = [sample.differentiable() for sample in leaves]
         found = gradients_of(flat(outputs), flat(tensors), flat(cotangents))
     if case.spec.draws:
-        # The reference knows their mean alone.
+        # The reference has only their mean, so compare with eager.
         drawn = gradients_of(flat(call_all(eager, leaves)), flat(tensors), flat(cotangents))
         torch.testing.assert_close(found, drawn)
     gradients = iter(found)
@@ -159,7 +159,7 @@ def check_together(
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor] = unchanged,
 ) -> None:
-    """Check one graph for all samples; where it is wrong, one for each says which sample it is."""
+    """Check one graph for all samples; if it fails, one per sample, to find out which is wrong."""
 
     def attempt(backend: str, samples: Sequence[Sample]) -> None:
         with fresh_compiler():
@@ -180,7 +180,7 @@ def check_together(
             raise
 
 
-# The first is compiled, and the graph must serve the others.
+# The graph is compiled for the first size, and must serve the others.
 SIZES = (9, 6, 19)
 NEGATED = "compiled by torch.compile, negated twice before"
 
@@ -204,7 +204,7 @@ def compiled_graph(case: Case) -> None:
     quick=on_last_device,
 )
 def compiled_for_inference(case: Case) -> None:
-    """Check the graph that records no gradients, where `compiled_graph` has one that does."""
+    """Check the graph without gradients; that of `compiled_graph` records them."""
 
     def attempt(backend: str, samples: Sequence[Sample]) -> None:
         with fresh_compiler():
@@ -265,7 +265,7 @@ def check_without_recompiling(
 
 
 def reason_of_recompiling(case: Case, first: Sample, sample: Sample, size: int, error: str) -> str:
-    """Say which sizes a graph is bound to."""
+    """Say which sizes a graph was specialised to."""
     operator = case.spec.operator
     described = f"the graph that was compiled for size 9 does not serve size {size}"
     pairs = zip(named_sizes(operator, first), named_sizes(operator, sample))
@@ -287,7 +287,7 @@ def reason_of_recompiling(case: Case, first: Sample, sample: Sample, size: int, 
 
 
 def named_sizes(operator: torch._ops.OpOverload, sample: Sample) -> Iterator[tuple[str, int]]:
-    """Yield the sizes of a call, and its integers, as the schema names them."""
+    """Yield the sizes and integers of a call, with their names from the schema."""
     for argument, value in bound(operator, sample.inputs, sample.keywords):
         name = argument.name
         if isinstance(value, Tensor):
@@ -297,7 +297,7 @@ def named_sizes(operator: torch._ops.OpOverload, sample: Sample) -> Iterator[tup
 
 
 def decided_size(operator: torch._ops.OpOverload, error: str) -> str:
-    """Name the size of which Dynamo's guard says that it was another one."""
+    """Name the size that failed Dynamo's guard."""
     position = r"calls\[\d+\]\[(?:0\]\[(\d+)|1\]\['(\w+)')\]"
     found = re.search(
         rf"{position}.*?size mismatch at index (\d+). expected (\d+), actual (\d+)",

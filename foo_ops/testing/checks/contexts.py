@@ -1,4 +1,4 @@
-"""Change the process for the time of a check."""
+"""Context managers that change global state during a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foo_ops import _C
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seed torch: samples may come from torch.randn, and each call is to give the same."""
+    """Seed torch, so that samples from torch.randn are the same in each call."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
     try:
@@ -23,7 +23,7 @@ def seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Set one thread for many small tensors: threads mostly wait for each other."""
+    """Set the number of threads; for small tensors 1, since more would mostly wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -34,7 +34,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill memory that is not initialised with NaN, or with the largest integer."""
+    """Fill uninitialised memory with NaN, or with the largest integer."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cached_fakes() -> Iterator[None]:
-    """Compute each fake tensor: with symbolic sizes an entry of torch's cache costs more."""
+    """Disable torch's cache of fake tensors, which costs more than it saves with symbolic sizes."""
     import torch._dynamo.config
 
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
@@ -57,14 +57,14 @@ def without_cached_fakes() -> Iterator[None]:
 
 
 Damage = tuple[int, int, int]
-"""An address, the bytes that were allocated there, and which one was written beside them."""
+"""The address and size of an allocation, and the offset of the byte written outside of it."""
 
 
 @contextlib.contextmanager
 def guarded_memory() -> Iterator[list[Damage]]:
-    """Put guard bytes around memory of the CPU; the list is what was written beside it, at the end.
+    """Put guard bytes around CPU memory; at the end, the list has the damaged ones.
 
-    A byte before the memory is negative. Memory of foo is not guarded.
+    Offsets before the memory are negative. Memory of foo is not guarded.
     """
     damages: list[Damage] = []
     _C.guard_memory()
@@ -76,7 +76,7 @@ def guarded_memory() -> Iterator[list[Damage]]:
 
 @contextlib.contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Turn errors that are no verdict of a check into one: ``what`` raised them."""
+    """Turn other errors into an AssertionError that says what raised them."""
     try:
         yield
     except AssertionError:
@@ -87,20 +87,21 @@ def failing_as(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forget what another check compiled, in memory or on disk, and leave nothing behind."""
+    """Ignore graphs that other checks compiled, in memory or on disk, and leave none behind."""
     import torch._functorch.config
     import torch._inductor.config
     import torch.fx.experimental._config
 
     torch.compiler.reset()
     with (
-        # A graph that was kept on disk still calls operators with the schemas of its day.
+        # Graphs cached on disk call operators with the schemas of their time.
         torch._functorch.config.patch(enable_autograd_cache=False),
-        # Vectors of the compiler's own loops are not what is checked, and a third of its time.
+        # The compiler's own vectorized loops are not under test, and take a third of its time.
         torch._inductor.config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
         without_cached_fakes(),
-        # Sizes that are equal by accident, as the 9 of a fixed weight, would be taken for one.
+        # Otherwise sizes that are equal by accident, such as the 9 of a fixed weight, become one
+        # symbol.
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
     ):
         yield

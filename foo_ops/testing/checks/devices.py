@@ -1,4 +1,4 @@
-"""Check that results are the same for every number of threads, and on every device."""
+"""Check that results are equal for any number of threads, and on every device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def second_foo(spec: OpSpec) -> tuple[str, ...]:
     quick=always,
 )
 def second_device(case: Case) -> None:
-    """Check that results on the second device are those of the first."""
+    """Check that results on the second device equal those on the first."""
     outputs = run(case, case.sized(5))
     for position, output in enumerate(outputs):
         if output.device != torch.device(case.device):

@@ -39,13 +39,14 @@ OPCHECKS_WITHOUT_AOT = tuple(name for name in OPCHECKS if name != "test_aot_disp
 def opcheck(case: Case) -> None:
     """Run torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd.
 
-    AOTAutograd takes most of the time, and is asked of one dtype and device here. In another dtype
-    `compiled_for_dynamic_shapes` goes through it, and on other devices all that is compiled.
+    AOTAutograd takes most of the time, so it runs in one dtype on one device here.
+    `compiled_for_dynamic_shapes` uses it in another dtype, and all compiled checks on other
+    devices.
     """
     sample = arguments(case)
     if case.gradient:
         sample = sample.requiring_grad()
-    # It compares the numbers of two calls, too.
+    # AOTAutograd's test also compares the values of two calls, so it excludes random operators.
     whole = (
         case.dtype in first(case.spec)
         and case.device in first_device(case.spec)
@@ -63,7 +64,7 @@ def opcheck(case: Case) -> None:
 
 
 def hint_at_tag(operator: torch._ops.OpOverload) -> str:
-    """Explain that torch functionalizes what returns its writes only if a tag says so."""
+    """Explain that torch functionalizes operators that return written arguments only by a tag."""
     returned = any(result.alias_info is not None for result in operator._schema.returns)
     if not returned or torch.Tag.inplace in operator.tags or operator._overloadname != "default":
         return ""
@@ -120,13 +121,13 @@ def fake_of(tensor: Tensor, mode: Any) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         converted: Tensor = mode.from_tensor(tensor)
         return converted
-    # It takes a fifth of the time, since it does not look for what the tensor is a view of.
+    # This takes a fifth of the time of from_tensor, which also looks for the base of views.
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, layout, tensor.device)
 
 
 def properties(output: Tensor, fake: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """Return what must agree, the fake's first. A size that depends on data may be any."""
+    """Yield the properties to compare, the fake's first. Sizes that depend on data may differ."""
     known = [size if isinstance(size, int) else None for size in fake.shape]
     if len(known) == output.dim():
         sizes = tuple(real if size is None else size for size, real in zip(known, output.shape))

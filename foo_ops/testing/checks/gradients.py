@@ -1,4 +1,4 @@
-"""Check gradients: against the reference, numerically, and where none is needed."""
+"""Check gradients: against the reference, numerically, and where none is required."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradients(case: Case) -> None:
     names=essential,
 )
 def gradient_of_each_input(case: Case) -> None:
-    """Check that which inputs need a gradient never changes what comes out."""
+    """Check that outputs and gradients do not depend on which inputs require a gradient."""
     sample = case.sample().requiring_grad()
     outputs, cotangents, expected = run_both(case, sample)
     tensors, names = sample.differentiable(), differentiable_names(case.spec, sample)
@@ -73,7 +73,7 @@ def gradient_of_each_input(case: Case) -> None:
     names=essential,
 )
 def gradient_through_each_output(case: Case) -> None:
-    """Check that an output without gradient is as good as one of zeros."""
+    """Check that an undefined gradient of an output acts like zeros."""
     sample = case.sample().requiring_grad()
     names = differentiable_names(case.spec, sample)
     outputs, *_ = run_both(case, sample)
@@ -117,7 +117,7 @@ def gradient_only_where_needed(case: Case) -> None:
 
 
 def finite(outputs: Iterable[Tensor]) -> Tensors:
-    """Whether a sample is finite: numerical derivatives know no infinity."""
+    """Replace infinities and NaN by 0, which numerical derivatives cannot handle."""
     return tuple(output.where(output.isfinite(), 0) for output in outputs)
 
 
@@ -131,7 +131,8 @@ def finite(outputs: Iterable[Tensor]) -> Tensors:
 def gradcheck(case: Case) -> None:
     """Check the formula against numerical derivatives of the kernel itself.
 
-    It calls the operator twice for each element. On other devices `gradients` checks the formula.
+    gradcheck calls the operator twice per element, so it runs on one device. On others, `gradients`
+    checks the formula.
     """
     sample = case.sample().requiring_grad()
     tensors = sample.differentiable()

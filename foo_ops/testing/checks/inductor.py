@@ -1,7 +1,7 @@
-"""Say which part of torch.compile is wrong where a graph is, and name known faults of PyTorch's.
+"""Find the part of torch.compile that makes a graph wrong, and known faults of PyTorch.
 
-A graph that fails under Inductor is compiled once more with the backend aot_eager, which runs the
-same functionalised graph operator by operator. Where that is right, the operator is not to blame.
+A graph that fails under Inductor is compiled again with the backend aot_eager, which runs the same
+functionalised graph operator by operator. If that is right, the operator is not to blame.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from foo_ops.testing.spec import Sample
 BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
 
 Attempt = Callable[[str, Sequence[Sample]], None]
-"""Compiles with a backend, calls with samples, and raises AssertionError where that is wrong."""
+"""Compiles with a backend, calls with samples, and raises AssertionError if results are wrong."""
 
 
 class KnownFaultWarning(UserWarning):
-    """Names a fault of PyTorch's own that a check has met, and does not count."""
+    """Names a fault of PyTorch that a check has met and does not count."""
 
 
 class SpecialisedError(AssertionError):
-    """A graph does not serve another size. No backend has a part in that."""
+    """A graph does not serve another size, whatever the backend."""
 
 
 def check_graph(case: Case, samples: Sequence[Sample], attempt: Attempt) -> bool:
-    """Check a graph; return whether it met a known fault of PyTorch's.
+    """Check a graph; return whether it hit a known fault of PyTorch.
 
     Raises:
-        AssertionError: which says which part is wrong.
+        AssertionError: it says which part is wrong.
     """
     backend = BACKENDS[case.device]
     try:
@@ -64,7 +64,7 @@ def check_graph(case: Case, samples: Sequence[Sample], attempt: Attempt) -> bool
 
 
 def part_at_fault(case: Case, samples: Sequence[Sample], attempt: Attempt) -> str:
-    """Say whether the operator or Inductor makes a graph wrong."""
+    """Say whether the operator or Inductor is at fault."""
     if not passes(attempt, "aot_eager", samples):
         return (
             "The backend aot_eager, which runs the graph as it is, fails, too: the operator is "
@@ -98,14 +98,14 @@ def passes(attempt: Attempt, backend: str, samples: Sequence[Sample]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class KnownFault:
-    """A fault of PyTorch's own, and how it is told from one of the operator's.
+    """A fault of PyTorch, and how to distinguish it from one of the operator.
 
     Attributes:
-        words: what PyTorch does wrong.
-        first, last: the versions between which it is looked for; without the last, all later ones.
-        concerns: whether a sample has what the fault needs.
-        without: the sample with the same numbers, and without that.
-        shows: whether PyTorch does it wrong here with an operator that is right.
+        words: a description of the fault.
+        first, last: the affected versions; without the last, all later ones.
+        concerns: whether a sample can trigger the fault.
+        without: returns the sample with the same values, so that it cannot trigger the fault.
+        shows: whether PyTorch has the fault here, with a correct operator.
     """
 
     words: str
@@ -121,10 +121,10 @@ class KnownFault:
 
 
 def known_fault(case: Case, samples: Sequence[Sample], attempt: Attempt) -> KnownFault | None:
-    """Return the fault of PyTorch's that a graph fails of, if it fails of nothing else.
+    """Return the known fault that alone makes a graph fail, or None.
 
-    Inductor must be right without what the fault needs, aot_eager with it, and Inductor must be
-    wrong with another operator, too. So no fault of the operator's hides behind it.
+    Inductor must be right where the fault cannot occur, aot_eager must be right where it can, and
+    Inductor must be wrong with another operator, too. So the fault hides none of the operator's.
     """
     for fault in KNOWN_FAULTS:
         if not fault.is_of_this_version() or not any(fault.concerns(case, it) for it in samples):
@@ -145,7 +145,7 @@ def writes_with_offset(case: Case, sample: Sample) -> bool:
 
 
 def without_offset(case: Case, sample: Sample) -> Sample:
-    """Copy what the operator writes to the beginning of a memory of its own."""
+    """Copy the written tensors to the start of storages of their own."""
     tensors = written(case, sample)
     copies = [
         torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device=it.device).copy_(it)
@@ -156,7 +156,7 @@ def without_offset(case: Case, sample: Sample) -> Sample:
 
 @functools.cache
 def reads_a_clone_elsewhere() -> bool:
-    """Whether a clone of a view has other numbers where an operator then writes it."""
+    """Whether a clone of a view has wrong values if an operator then writes it."""
 
     add_one = adding_operator()
 
@@ -173,7 +173,7 @@ def reads_a_clone_elsewhere() -> bool:
 
 @functools.cache
 def adding_operator() -> torch._ops.OpOverload:
-    """Define an operator that adds 1 to its argument, with nothing but PyTorch."""
+    """Define an operator that adds 1 to its argument, with PyTorch alone."""
 
     def add_one(x: Tensor) -> None:
         x.add_(1)

@@ -1,6 +1,6 @@
-"""List what is checked: combinations of devices, dtypes, samples and layouts.
+"""Lists the cases: combinations of devices, dtypes, samples and layouts.
 
-A check is a function of a `Case` with the decorator `check`, which says what it is run for.
+A check is a function of a `Case` with the decorator `check`, which says which cases it runs for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Case:
     Attributes:
         check: the name of the check.
         spec: the operator.
-        device: where it is called.
-        dtype: of the sample.
-        name: of the sample; empty where a check needs none of them.
-        layout: what is done to the sample's tensors.
-        gradient: they require one.
+        device: where the operator is called.
+        dtype: the sample's dtype.
+        name: the sample's name; empty for checks without one.
+        layout: applied to the sample's tensors.
+        gradient: whether the tensors require gradients.
     """
 
     check: str
@@ -79,9 +79,9 @@ class Case:
         """Run the check.
 
         Raises:
-            AssertionError: which says what is wrong with the operator.
+            AssertionError: it says what is wrong with the operator.
         """
-        # pytest leaves out such frames: the author wants to know what is wrong, not who found it.
+        # pytest hides this frame: the operator's author needs the fault, not the check's internals.
         __tracebackhide__ = True
         try:
             with threads(1), check_bounds():
@@ -90,7 +90,7 @@ class Case:
             raise AssertionError(f"{error}\n{self.treatment()}") from error.__cause__
 
     def treatment(self) -> str:
-        """Say what the check does to the sample."""
+        """Describe what the check does to the sample."""
         sample = f"sample {self.name!r}" if self.name else "sample"
         words = [f"The {sample}, {dtype_name(self.dtype)} on {self.device}, was"]
         if self.layout is not None:
@@ -107,13 +107,13 @@ Predicate = Callable[[Case], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check, and the cases that it is run for.
+    """A check, and the cases that it runs for.
 
     Attributes:
-        treatment: what it does to the sample, after "the sample was".
+        treatment: a description of what it does to the sample, after "the sample was".
         run: raises AssertionError.
-        dtypes, names, layouts, gradients, devices: of each spec, which ones are combined.
-        quick: which of these cases find most in the least time.
+        dtypes, names, layouts, gradients, devices: select the values to combine, for a spec.
+        quick: selects the cases that find most in the least time.
     """
 
     treatment: str
@@ -137,17 +137,17 @@ CHECKS: dict[str, Check] = {}
 def cases(
     spec: OpSpec, checks: Collection[str] | None = None, *, quick: bool = False
 ) -> list[Case]:
-    """List all that is to be checked of an operator, sample by sample.
+    """List all cases of an operator, sample by sample.
 
     Args:
         spec: the operator.
-        checks: the names of checks, of those in ``CHECKS``; without it all.
+        checks: names of checks in ``CHECKS``; without it all.
         quick: only the third that finds most: each sample in float32 and bfloat16 on the first
             device, the essential ones in other dtypes and on other devices, fake kernels in one
             dtype, and compiled graphs on the last device.
 
     Raises:
-        ValueError: for a check that there is not.
+        ValueError: for an unknown check.
 
     Example:
         >>> from foo_ops.testing import ABS
@@ -164,7 +164,8 @@ def cases(
         for case in CHECKS[name].cases(name, spec)
         if not quick or CHECKS[name].quick(case)
     ]
-    # Neighbours ask the reference for the same numbers, and workers of pytest are given neighbours.
+    # Neighbouring cases share reference results (`Remembered`), and pytest's workers get
+    # neighbours.
     positions = {name: position for position, name in enumerate(("", *spec.samples))}
     return sorted(listed, key=lambda it: (spec.dtypes.index(it.dtype), positions[it.name]))
 
@@ -181,17 +182,17 @@ def on_first_device(case: Case) -> bool:
 
 
 def on_last_device(case: Case) -> bool:
-    """Choose foo, where a graph is traced alone: Inductor's C++ takes a second and more."""
+    """Choose foo, where graphs are only traced: Inductor's C++ takes a second and more."""
     return case.device == case.spec.devices[-1]
 
 
 def in_first_dtype(case: Case) -> bool:
-    """Choose one dtype on the first device: fake kernels know no values."""
+    """Choose one dtype on the first device, since fake kernels do not depend on values."""
     return on_first_device(case) and case.dtype in first(case.spec)
 
 
 def in_main_dtypes(case: Case) -> bool:
-    """Choose float32 and bfloat16 on the first device, and one of them on others."""
+    """Choose float32 and bfloat16 on the first device, and the first of them on others."""
     main = single_and_brain(case.spec)
     return case.dtype in (main if on_first_device(case) else main[:1])
 
@@ -215,7 +216,7 @@ def check(
     devices: Select = lambda spec: spec.devices,
     quick: Predicate = in_main_dtypes,
 ) -> Callable[[Run], Run]:
-    """Put a function into the table of checks, by its name. See `Check`."""
+    """Register a function in the table of checks, under its name; see `Check`."""
 
     def register(run: Run) -> Run:
         axes = (dtypes, names, layouts, gradients, devices)
@@ -243,17 +244,17 @@ def first_if_differentiable(spec: OpSpec) -> list[torch.dtype]:
 
 
 def first_and_last(spec: OpSpec) -> list[torch.dtype]:
-    """Choose the first and the last, which lies farthest from it."""
+    """Choose the first and the last, which usually differ most."""
     return list(dict.fromkeys((spec.dtypes[0], spec.dtypes[-1])))
 
 
 def brain(spec: OpSpec) -> Sequence[torch.dtype]:
-    """Choose bfloat16, which formulas convert, or else the first."""
+    """Choose bfloat16, which formulas convert, or else the first dtype."""
     return [torch.bfloat16] if torch.bfloat16 in spec.dtypes else first(spec)
 
 
 def single_and_brain(spec: OpSpec) -> list[torch.dtype]:
-    """Choose float32 and bfloat16, or else the first."""
+    """Choose float32 and bfloat16, or else the first dtype."""
     chosen = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in spec.dtypes]
     return chosen or list(first(spec))
 
@@ -275,7 +276,7 @@ def in_layouts(spec: OpSpec) -> Collection[str]:
 
 
 def all_layouts(spec: OpSpec) -> list[Layout]:
-    """Choose all layouts; what is written cannot lie in memory that is repeated."""
+    """Choose all layouts, but not expanded memory for operators that write."""
     return [layout for layout in LAYOUTS if not (spec.mutates and layout is expanded)]
 
 

@@ -1,4 +1,4 @@
-"""Check what an operator writes, and what shares memory, against its schema."""
+"""Check an operator's writes and its aliases against its schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foo_ops.testing.spec import Sample, check_outputs
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the bytes of the memory that a tensor lies in."""
+    """Return the bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -27,7 +27,7 @@ def whole(tensor: Tensor) -> Tensor:
     layouts=lambda spec: (None, inside_padding),
 )
 def writes_only_what_is_declared(case: Case) -> None:
-    """Check that nothing is written but ``Tensor(a!)``: no other argument, nothing beside one."""
+    """Check that only ``Tensor(a!)`` is written: no other argument, and nothing beside one."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     declared = {id(tensor) for tensor in written_tensors(operator, sample.inputs, sample.keywords)}
@@ -50,7 +50,7 @@ def writes_only_what_is_declared(case: Case) -> None:
 
 
 def allocation(damage: Damage, results: Sequence[Tensor]) -> str:
-    """Say which memory something was written beside, and where."""
+    """Say which allocation was written out of bounds, and where."""
     address, size, first = damage
     places = [result.untyped_storage().data_ptr() for result in results]
     what = f"output {places.index(address)}" if address in places else "memory to work in"
@@ -65,7 +65,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 @check("given to it as it is, twice", names=essential)
 def aliases_only_what_is_declared(case: Case) -> None:
-    """Check that outputs share memory only where the schema says so, and with no earlier ones."""
+    """Check that outputs share memory only as the schema says, and never with earlier outputs."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     returns = operator._schema.returns
@@ -93,7 +93,7 @@ def aliases_only_what_is_declared(case: Case) -> None:
 def require_alias(
     case: Case, what: str, result: Tensor, declared: Any, named: dict[str, Tensor]
 ) -> None:
-    """Require that a return aliases the argument it declares; one that is written is it."""
+    """Require that a return aliases its declared argument; a written one must be returned."""
     for argument in case.spec.operator._schema.arguments:
         alias = argument.alias_info
         if alias is None or alias.before_set != declared.alias_info.before_set:
@@ -119,7 +119,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     layouts=all_layouts,
 )
 def out_in_layouts(case: Case) -> None:
-    """Check that out arguments keep memory and strides, and get the values."""
+    """Check that out arguments keep storage and strides, and receive the values."""
     sample = arguments(case)
     outs = written_tensors(case.spec.operator, sample.inputs, sample.keywords)
     places = [(out.data_ptr(), out.stride()) for out in outs]

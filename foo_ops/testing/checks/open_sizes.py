@@ -1,4 +1,4 @@
-"""Check programs that leave sizes open: those that depend on data, and those of torch.export."""
+"""Check programs with open sizes: data-dependent ones, and those of torch.export."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Dimensions = Sequence[Sequence[int]]
 
 
 def dimensions_that_grow(case: Case) -> Dimensions:
-    """Return the dimensions of each tensor that have other sizes in other samples."""
+    """Return the dimensions of each tensor whose sizes differ between samples."""
     traced, *others = (case.sized(size).tensors() for size in (TRACED, *OTHERS))
     return [
         [dim for dim in range(one.dim()) if any(one.shape[dim] != it.shape[dim] for it in rest)]
@@ -44,7 +44,7 @@ def dimensions_that_grow(case: Case) -> Dimensions:
 
 
 def counted(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
-    """Return the tensor with sizes that depend on data, as those of ``tensor[mask]`` do."""
+    """Return the tensor with data-dependent sizes, like those of ``tensor[mask]``."""
     for dim in dimensions:
         mask = torch.ones(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
         tensor = tensor.index_select(dim, mask.nonzero().flatten())
@@ -52,7 +52,7 @@ def counted(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
 
 
 def with_counted(dimensions: Dimensions, inputs: Any, keywords: Any) -> Any:
-    """Return arguments whose tensors have sizes that depend on data."""
+    """Return arguments whose tensors have data-dependent sizes."""
     growing = iter(dimensions)
     return with_each_tensor(lambda it: counted(it, next(growing)), [inputs, keywords])
 
@@ -71,7 +71,7 @@ def compiled_for_counted_sizes(case: Case) -> None:
 
 
 def check_counted_sizes(case: Case, dimensions: Dimensions) -> None:
-    """Check that the fake kernel, and formulas, decide nothing by sizes that are not known."""
+    """Check that the fake kernel and formulas decide nothing by unknown sizes."""
     operator = case.spec.function
 
     def function(calls: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def check_counted_sizes(case: Case, dimensions: Dimensions) -> None:
 
 
 class Program(torch.nn.Module):
-    """A call of an operator, whose tensors and integers are the inputs of an exported program."""
+    """A call of an operator, whose tensors and integers are inputs of an exported program."""
 
     def __init__(self, case: Case, dimensions: Dimensions) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Program(torch.nn.Module):
         self._leaves, self._tree = flattened(case.sized(TRACED))
 
     def forward(self, varying: list[Any]) -> list[Tensor]:
-        """Call the operator with other tensors and integers than those of the sample."""
+        """Call the operator with the sample's arguments, some of them replaced."""
         given = iter(varying)
         leaves = [next(given) if varies(it) else it for it in self._leaves]
         inputs, keywords = with_counted(
@@ -107,7 +107,7 @@ def flattened(sample: Sample) -> tuple[list[Any], Any]:
 
 
 def varies(leaf: Any) -> bool:
-    """Return whether a value can be another one when an exported program runs."""
+    """Return whether a value may change between runs of an exported program."""
     return isinstance(leaf, Tensor) or type(leaf) is int
 
 
@@ -116,7 +116,7 @@ def varying_of(sample: Sample) -> list[Any]:
 
 
 def open_dimensions(case: Case) -> Iterator[Any]:
-    """Say as torch.export takes it what is left open of each tensor and integer."""
+    """Yield the dynamic shapes of each tensor and integer, as torch.export needs them."""
     from torch.export import Dim
 
     growing = iter(dimensions_that_grow(case))
@@ -143,7 +143,7 @@ def exported(case: Case) -> None:
 
 
 def check_exported(case: Case, dimensions: Dimensions, strict: bool) -> None:
-    """Check one program, with sizes of some dimensions that depend on data."""
+    """Check one exported program, with data-dependent sizes in the given dimensions."""
     how = f"torch.export.export(strict={strict})" + ", of counted sizes," * any(dimensions)
     with fresh_compiler(), torch.no_grad():
         with failing_as(how):

@@ -1,4 +1,4 @@
-"""Check derivatives beyond the gradient, and torch.vmap, where the operator has them."""
+"""Check further derivatives, and torch.vmap, where the operator supports them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from foo_ops.testing.spec import (
 )
 from foo_ops.testing.tolerance import gradients_of, has_gradients
 
-# What an operator raises that has no such derivative or no rule.
+# Raised by operators without such a derivative or rule.
 NOT_THERE = (NotImplementedError, RuntimeError)
-# Of float64, whose results of this order are sums of products of three and more numbers.
+# For float64: such results are sums of products of three and more numbers.
 TOLERANCE = 1e-6
 
 
@@ -43,9 +43,9 @@ TOLERANCE = 1e-6
     quick=always,
 )
 def second_derivatives(case: Case) -> None:
-    """Check the derivatives of the gradient; an operator that has none must say so."""
+    """Check the derivatives of the gradient; an operator without them must say so."""
     if case.spec.draws:
-        return  # The reference knows the mean alone, here and below.
+        return  # The reference has only the mean, here and below.
     sample = case.sample().requiring_grad()
     directions = cotangents_for(tuple(sample.differentiable()))
     try:
@@ -62,7 +62,7 @@ def second_derivatives(case: Case) -> None:
 def second_derivatives_of(
     call: Callable[[Sample], Tensors], sample: Sample, directions: Tensors
 ) -> Tensors:
-    """Differentiate the gradients times their directions by the sample's tensors."""
+    """Differentiate the gradients along their directions with respect to the sample's tensors."""
     outputs, tensors = call(sample), sample.differentiable()
     gradients = gradients_of(outputs, tensors, cotangents_for(outputs), recorded_again=True)
     if not any(gradient.requires_grad for gradient in gradients):
@@ -94,15 +94,16 @@ def forward_mode(case: Case) -> None:
         found = [forward_ad.unpack_dual(output).tangent for output in outputs]
     expected = tangents_of_reference(case, sample, tangents)
     for position, (one, other) in enumerate(zip(found, expected)):
-        # PyTorch's own registration loses tangents in silence, and an author can do nothing.
+        # torch.library's autograd loses tangents silently; the operator's author cannot change
+        # that.
         if one is not None and other is not None:
             require_close(f"the tangent of output {position}", one, other)
 
 
 def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequence[Tensor | None]:
-    """Compute J t as the derivative of J^T c by c, which all operators of torch have.
+    """Compute J t as the derivative of J^T c by c, which works for all operators of torch.
 
-    An output that depends on no tensor has none.
+    An output that depends on no tensor has no tangent.
     """
     exact = sample.exact().requiring_grad()
     outputs = exact.call(case.spec.reference)
@@ -121,7 +122,7 @@ def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequ
     quick=always,
 )
 def mapped(case: Case) -> None:
-    """Check that a mapped call gives what a call for each sample gives."""
+    """Check that a mapped call equals one call per sample."""
     sample = case.sample()
     tensors = sample.tensors()
     if case.spec.mutates or case.spec.draws or not tensors:
@@ -136,7 +137,7 @@ def mapped(case: Case) -> None:
             outputs = torch.vmap(function)(*map(torch.stack, zip(tensors, other.tensors())))
     except NOT_THERE:
         return
-    # PyTorch's own loop is right: no rule is to blame.
+    # Without a rule PyTorch loops over calls; the message then must not blame a rule.
     has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "FuncTorchBatched")
     how = (
         "" if has_rule else " (by a loop of PyTorch's, as the operator has no rule for torch.vmap)"
@@ -151,9 +152,9 @@ def mapped(case: Case) -> None:
 
 @contextlib.contextmanager
 def without_advice_on_speed() -> Iterator[None]:
-    """Keep PyTorch from telling that an operator without a rule is called for each element.
+    """Suppress PyTorch's warning that an operator without a rule is called per element.
 
-    Its C++ writes to standard error, past the filters of Python's warnings.
+    C++ writes it to standard error, past Python's warning filters.
     """
     functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
@@ -164,19 +165,19 @@ def without_advice_on_speed() -> Iterator[None]:
 
 
 def reordered(case: Case, sample: Sample) -> Sample:
-    """Return the sample with its floating-point numbers in another order, where that is one."""
+    """Return the sample with its floating-point values reordered, if that is a valid sample."""
     other = sample.map(lambda it: it.flip(0) if it.dim() > 0 and has_gradients(it.dtype) else it)
     try:
         outputs = case.spec.call(other)
     except Exception:
-        # The order may mean something.
+        # The order may matter.
         return sample
-    # And blocks of memory that were never written may come to be read.
+    # And blocks of a cache that were never written may be read.
     return other if all(it.isfinite().all() for it in outputs) else sample
 
 
 def require_close(what: str, found: Tensor, expected: Tensor) -> None:
-    """Require what is finite in float64 to agree, by the largest element."""
+    """Require agreement where the float64 result is finite, relative to the largest element."""
     is_finite = expected.isfinite()
     expected = expected.where(is_finite, 0)
     largest = float(expected.abs().max()) if expected.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Check values, of contiguous tensors and of others."""
+"""Check values, with contiguous and other tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
 
 @check("given to it as it is, and fresh memory was full of NaN", quick=most_samples)
 def values(case: Case) -> None:
-    """Check every sample, in memory that is full of NaN where it was not written."""
+    """Check every sample, with uninitialised memory full of NaN."""
     sample = case.sample()
     with poisoned_memory():
         outputs = run(case, sample)
@@ -46,7 +46,7 @@ def values(case: Case) -> None:
 
 
 def hint_at_draws(case: Case, sample: Sample, outputs: Tensors) -> str:
-    """Say how an operator is checked that gives another result in each call."""
+    """Hint at ``draws=`` if the operator returns another result in each call."""
     again = case.spec.call(sample)
     if all(torch.equal(one.nan_to_num(), it.nan_to_num()) for one, it in zip(outputs, again)):
         return ""
@@ -63,7 +63,7 @@ def hint_at_draws(case: Case, sample: Sample, outputs: Tensors) -> str:
     quick=always,
 )
 def draws_follow_the_seed(case: Case) -> None:
-    """Check that the seed, and nothing else, decides what is drawn, and that calls go on."""
+    """Check that only the seed decides what is drawn, and that later calls draw other numbers."""
     samples = [dataclasses.replace(case, name=name).sample() for name in case.spec.essential]
     follows = advances = False
     for sample in samples:
@@ -98,7 +98,7 @@ def differ(one: Tensors, other: Tensors) -> bool:
     layouts=all_layouts,
 )
 def layouts(case: Case) -> None:
-    """Check tensors that are not contiguous, with NaN beside them."""
+    """Check non-contiguous tensors, with NaN around their elements."""
     assert case.layout is not None
     try:
         check_in_layout(case, case.layout)

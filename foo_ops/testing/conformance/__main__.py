@@ -51,7 +51,7 @@ def expression(text: str) -> re.Pattern[str]:
 
 
 def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
-    """Run what is asked for, show it, and return whether all is as it should be."""
+    """Run the selected cases, print the outcomes, and return whether all are as expected."""
     started = time.monotonic()
     device, out = arguments.device, arguments.out
     kept = read_scores(out, device, torch.__version__) if out else {}

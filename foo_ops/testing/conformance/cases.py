@@ -1,4 +1,4 @@
-"""Run each operator, module and optimizer of torch's own tests on a device against the CPU."""
+"""Compares each operator, module and optimizer in torch's own tables with the CPU."""
 
 import copy
 import itertools
@@ -46,7 +46,8 @@ from foo_ops.testing.conformance.samples import (
 
 # ------------------------------------------------------------------------------------- wider dtypes
 
-# Compare dtypes that an operator has on CUDA and not on the CPU with the CPU in a wider dtype.
+# Dtypes that an operator supports on CUDA but not on the CPU: compared with the CPU in a wider
+# dtype.
 
 
 WIDER = {
@@ -57,20 +58,20 @@ WIDER = {
     torch.float16: torch.float64,
     torch.float32: torch.float64,
 }
-# The CPU has this one by the name of another variant.
+# The CPU supports it under the name of another variant.
 AS_ON_CPU = {"nn.functional.batch_norm.without_cudnn"}
 
-# The CPU draws other numbers in float64.
+# The CPU draws other random numbers in float64.
 DRAWS_IN_FLOAT32 = {"nn.functional.rrelu"}
 
-# The CPU has no kernel for them in any dtype; tests/device compares their values.
+# The CPU has no kernel for these in any dtype; tests/device compares their values.
 ON_CUDA_ALONE = {
     "torch.ops.aten._efficient_attention_forward",
     "torch.ops.aten._flash_attention_forward",
 }
 
-# In units of the last place of the largest element: gradients consist of several operators, and
-# each rounds its results.
+# In units of the largest element's last place: gradients consist of several operators, each of
+# which rounds.
 ALLOWED_ROUNDINGS = 8
 
 
@@ -91,7 +92,7 @@ def _histc(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.histc(self.double(), *args, **kwargs)
 
 
-# The CPU has no kernel for complex numbers, or for integers, of any width.
+# The CPU has no kernel for complex numbers, or for integers, in any width.
 FORMULAS: dict[str, Callable[..., Any]] = {
     "histc": _histc,
     "nanmean": _nanmean,
@@ -164,7 +165,7 @@ def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
         rounding = torch.finfo(actual.dtype).eps * largest
         options = {"rtol": rtol, "atol": max(atol, ALLOWED_ROUNDINGS * rounding)}
     if actual.is_complex():
-        # Infinite ones have several forms, and assert_close has none of half precision.
+        # Complex infinities have several forms, and assert_close does not support complex half.
         wanted = rounded.isfinite()
         actual, rounded = (each.to(torch.complex128)[wanted] for each in (actual, rounded))
     torch.testing.assert_close(
@@ -177,7 +178,7 @@ def _check_announced(op: Any, there: SampleInput, result: Any, what: str) -> Non
 
 
 def _check_variants(op: Any, there: SampleInput, result: Any, what: str) -> None:
-    """Check that ``out=`` and in place give the same numbers."""
+    """Check that the ``out=`` and in-place variants give the same values."""
     there = map_sample(
         mapper(lambda each: each.detach() if isinstance(each, torch.Tensor) else each), there
     )
@@ -223,11 +224,11 @@ def _check_wider_gradients(
 
 # -------------------------------------------------------------------------------- compiled programs
 
-# Check that torch.compile takes an operator on a device where it takes it on the CPU.
+# Check that torch.compile supports an operator on a device where it does on the CPU.
 
 
-# Dynamo, the decompositions of Inductor and its partitioner, but no C++ to compile: a hundredth of
-# the time. What Inductor writes is the same for both devices.
+# Dynamo, Inductor's decompositions and partitioner, but no C++ compiler: a hundredth of the time.
+# Inductor's code is the same for both devices.
 BACKEND = "aot_eager_decomp_partition"
 
 
@@ -238,7 +239,7 @@ def _compiled(op: Any, sample: Any) -> Callable[[], Any]:
 
 
 def check_compiled(op: Any, there: Any, sample: Any, what: str, *, values: bool) -> None:
-    """Compare a sample on the device, compiled, with the same on the CPU, which both may refuse."""
+    """Compare a compiled sample on the device with that on the CPU; both may raise."""
     agree(_compiled(op, there), _compiled(op, sample), what, values=values)
 
 
@@ -284,7 +285,7 @@ def all_cases() -> list[Case]:
 
 
 def run(case: Case) -> None:
-    """Raise an AssertionError where the device differs from the CPU, or what it raised."""
+    """Run a case; raise an AssertionError if the device differs from the CPU, or its own error."""
     begin(case.name)
     dtype = getattr(torch, case.dtype)
     with warnings.catch_warnings():
@@ -318,7 +319,7 @@ def _run_operator(name: str, dtype: torch.dtype) -> None:
 
 
 def _one_dtype(op: Any) -> list[torch.dtype]:
-    """Choose one of its dtypes, if it has any, for what is the same for all."""
+    """Choose one dtype, if there is any, for checks that do not depend on it."""
     dtypes = sorted(
         op.supported_dtypes("cpu"), key=lambda dtype: (dtype != torch.float32, str(dtype))
     )
@@ -381,7 +382,7 @@ def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
 
 
 def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
-    """Put each tensor in its turn on the CPU, the others there, which must be refused."""
+    """Put one tensor at a time on the CPU, the others on the device, which must raise."""
     there = [leaf for leaf in leaves_of(sample) if is_there(leaf)]
     tensors = list({id(tensor): tensor for tensor in there}.values())
     is_empty = any(tensor.numel() == 0 for tensor in tensors)
@@ -396,7 +397,7 @@ def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
 
 
 def _drops(name: str, sample: Any) -> bool:
-    """Return whether attention drops weights, which each device chooses for itself."""
+    """Return whether attention uses dropout, whose mask each device draws for itself."""
     is_attention = name == "nn.functional.scaled_dot_product_attention"
     return is_attention and sample.kwargs.get("dropout_p", 0) > 0
 
@@ -498,10 +499,10 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     kwargs = {"device": "cpu", "dtype": dtype}
     try:
         module = info.module_cls(*constructor.args, **constructor.kwargs, **kwargs)
-    except TypeError:  # a module without parameters may take no device
+    except TypeError:  # a module without parameters may have no such argument
         module = info.module_cls(*constructor.args, **constructor.kwargs).to(dtype)
     module.train(training)
-    if info.is_lazy:  # its parameters are those of the first call
+    if info.is_lazy:  # the first call creates its parameters
         module(*forward.args, **forward.kwargs)
     there = to_device(copy.deepcopy(module))
     there_args, there_kwargs = tree_map(mapper(to_device), (forward.args, forward.kwargs))
@@ -559,7 +560,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
                         gradient.to_sparse() if info.only_supports_sparse_grads else gradient
                     )
                 optimizer.step(lambda: sum((each**2).sum() for each in parameters))
-                # A file in between changes nothing.
+                # Saving and loading in between changes nothing.
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             return parameters
 

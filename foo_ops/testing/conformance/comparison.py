@@ -1,4 +1,4 @@
-"""Bring samples to a device, and compare results, and what fake tensors announce, with the CPU."""
+"""Bring samples to a device, and compare results and fake tensors with the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # ------------------------------------------------------------------------------------------ results
 
-# Bring samples to a device, and compare what comes out with the CPU.
+# Bring samples to a device, and compare results with the CPU.
 
 
-# On foo their kernels are its own, and round otherwise than those of the CPU; operators of the
-# package have only such.
+# On foo these are own kernels, which round differently from the CPU's, like all foo:: operators.
 OWN_PRODUCTS = {
     "aten::addmm",
     "aten::addmv",
@@ -28,17 +27,17 @@ OWN_PRODUCTS = {
     "aten::mm",
 }
 
-# Torch chooses the steps of this loss by the name of the device.
+# torch chooses the steps of this loss by the device's name.
 OTHER_STEPS = {"nn.LinearCrossEntropyLoss"}
 
-# In units of the last place of the largest element.
+# In units of the largest element's last place.
 ALLOWED_ROUNDINGS = 8
 
 
-# Their arguments are on the CPU for every device.
+# Their arguments are on the CPU, whatever the device.
 HOST_ARGUMENTS = {"tensor_split"}
 
-# Their results hold whatever the memory held before.
+# Their results are uninitialised memory.
 UNINITIALIZED = {
     "empty",
     "empty_like",
@@ -51,7 +50,7 @@ UNINITIALIZED = {
 # Devices that draw the same random numbers as the CPU.
 SAME_NUMBERS = {"cpu", "foo"}
 
-# The device that is compared, and the name of the case that runs.
+# The device under test, and the name of the current case.
 _device = torch.device("cpu")
 _current = ""
 
@@ -62,7 +61,7 @@ def choose_device(name: str) -> None:
 
 
 def begin(name: str) -> None:
-    """Remember which operator or module is compared next."""
+    """Note which operator or module is compared next."""
     global _current
     _current = name
     if _device.type == "foo":
@@ -70,9 +69,9 @@ def begin(name: str) -> None:
 
 
 def rounds_otherwise() -> bool:
-    """Tell whether kernels that round otherwise than the CPU's computed a part of the case.
+    """Return whether the case used kernels that round differently from the CPU's.
 
-    foo knows of each operator which kernel ran. Others have kernels of their own for all.
+    foo counts which kernels ran. Other devices have their own kernels for everything.
     """
     if _device.type != "foo":
         return True
@@ -113,14 +112,14 @@ def to_device(value: Any) -> Any:
 
 
 def leaf(value: Any) -> Any:
-    """Return a tensor without its history: some samples have one, where they look like leaves."""
+    """Return a tensor without autograd history, which some samples have."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the function that maps a tensor that comes twice to one result."""
+    """Memoize a function by tensor, so that a tensor that occurs twice maps to one result."""
     results: dict[int, Any] = {}
 
     def call(value: Any) -> Any:
@@ -152,12 +151,13 @@ def map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInp
     return result
 
 
-# The state of the CPU's generator when a call starts, which no call on another device may change.
+# The state of the CPU's generator at the start of each call; no call on another device may change
+# it.
 SEEDED = torch.manual_seed(0).get_state()
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return what a function returns, or what it raises. Random numbers start at the same seed."""
+    """Return a function's result or its error. Random numbers start at the same seed."""
     torch.manual_seed(0)
     try:
         return function(), None
@@ -166,7 +166,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def tolerance(expected: torch.Tensor) -> dict[str, Any]:
-    """Return tolerances for assert_close: torch's own, and what dtype and largest element allow."""
+    """Return tolerances for assert_close: torch's own, or wider if large elements round more."""
     if not (expected.is_floating_point() and rounds_otherwise()):
         return {}
     finite = expected[expected.isfinite()]
@@ -181,7 +181,7 @@ def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> No
     assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
     for one, other in zip(actual_leaves, expected_leaves):
         if not isinstance(other, torch.Tensor):
-            # A dtype, a number, a size; devices differ by their nature.
+            # A dtype, a number or a size; devices differ by design.
             assert isinstance(other, torch.device) or one == other or one != one, (
                 f"{what}: {one} instead of {other}"
             )
@@ -232,7 +232,7 @@ def agree(
 
 # ------------------------------------------------------------------------------------- fake tensors
 
-# Check that fake tensors of a device announce sizes and strides of results, for torch.compile.
+# Check that fake tensors predict sizes and strides of results, for torch.compile.
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -254,7 +254,7 @@ def _layouts(result: Any) -> list[Any]:
 
 
 def check_announced(result: Any, call_with: Callable[[Any], Any], what: str) -> None:
-    """``call_with`` makes the call that had this result on what a function makes of its tensors."""
+    """Compare a result's layouts with fake tensors; ``call_with`` maps a call's tensors."""
     mode = FakeTensorMode()
 
     def to_fake(value: Any) -> Any:
@@ -265,6 +265,6 @@ def check_announced(result: Any, call_with: Callable[[Any], Any], what: str) -> 
         with mode:
             announced = call()
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return  # values decide, and fake tensors have none
+        return  # depends on values, which fake tensors do not have
     actual, expected = _layouts(result), _layouts(announced)
     assert actual == expected, f"{what}: layout {actual}, announced {expected}"

@@ -18,7 +18,7 @@ Outcome = str | None
 
 CASE_TIMEOUT = 300
 SAVED_EVERY = 30
-"""Seconds: a device that is being brought up may crash in each case, and a worker starts in 8."""
+"""In seconds. On a device that is being brought up each case may crash; a worker starts in 8 s."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -35,7 +35,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def cases(self) -> list[Case]:
-        """Start the process, and return all cases that it knows."""
+        """Start the process, and return all its cases."""
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -43,7 +43,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             env=self._environment,
-            # Ctrl-C would otherwise end the worker, too, and that would look like a crash.
+            # Otherwise Ctrl-C would also end the worker, which would look like a crash.
             start_new_session=True,
         )
         answer = self._answer(CASE_TIMEOUT)
@@ -53,12 +53,12 @@ class Worker:
         return [tuple(case) for case in answer]
 
     def run(self, case: Case) -> Outcome:
-        """Return None, or what went wrong."""
+        """Return None, or an error message."""
         if self._process is None:
             self.cases()
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a process that has ended does not answer
+        with contextlib.suppress(BrokenPipeError):  # the process has ended
             self._process.stdin.write(json.dumps(case) + "\n")
             self._process.stdin.flush()
         return self._answer(CASE_TIMEOUT)
@@ -94,9 +94,9 @@ def run_all(
     outcomes: dict[Case, Outcome],
     save: Callable[[], None],
 ) -> None:
-    """Add the outcomes of the cases, and save them now and then.
+    """Add the outcomes of the cases, and save them at intervals.
 
-    Ctrl-C leaves out what was running.
+    Ctrl-C drops the cases that are running.
     """
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in selected:

@@ -1,4 +1,4 @@
-"""PyTorch's table of operators, and samples of them."""
+"""PyTorch's table of operators, and their samples."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.testing._internal import common_cuda
 
-# The table leaves out what the GPU of this machine cannot do, where there is one. Without one it
-# shall have all that CUDA does, and so what it lists does not depend on the machine.
+# op_db omits what this machine's GPU cannot do. It shall list everything that CUDA can, so that the
+# cases do not depend on the machine.
 for _name in list(vars(common_cuda)):
     if _name.startswith("PLATFORM_SUPPORTS_") or (
         _name.startswith("SM") and _name.endswith("OrLater")
@@ -18,7 +18,7 @@ for _name in list(vars(common_cuda)):
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-# Samples of an operator for a dtype that are run, evenly over all that there are.
+# Samples to run per operator and dtype, evenly chosen.
 MAX_SAMPLES = 6
 
 
@@ -30,7 +30,7 @@ OPERATORS = {name_of(op): op for op in op_db}
 
 
 def dtypes_of_cuda(op: Any) -> list[torch.dtype]:
-    """Return the dtypes, forward or backward, that PyTorch lists for CUDA and not for the CPU."""
+    """Return the dtypes, forward or backward, that PyTorch lists for CUDA but not for the CPU."""
     forward = set(op.dtypesIfCUDA) - set(op.dtypes)
     backward = set(op.backward_dtypesIfCUDA) - set(op.backward_dtypes)
     return sorted(forward | backward, key=str)
@@ -50,7 +50,7 @@ def leaves_of(sample: Any) -> list[Any]:
 
 
 def is_about_a_device(sample: Any) -> bool:
-    """Return whether it names a device or has a tensor: torch.arange(3) is on the CPU."""
+    """Return whether it contains a device or a tensor; torch.arange(3) always runs on the CPU."""
     kinds = (torch.Tensor, torch.device, torch.Generator)
     return any(isinstance(leaf, kinds) or leaf == "cpu" for leaf in leaves_of(sample))
 
@@ -74,6 +74,6 @@ def differentiable(results: Any) -> list[torch.Tensor]:
 
 
 def weights_of(result: torch.Tensor) -> torch.Tensor:
-    """Return weights for a gradient. They differ: some gradients only show up in differences."""
+    """Return weights for a gradient. They differ, as some gradients only show up in differences."""
     numbers = torch.linspace(0.5, 1.5, max(result.numel(), 1), dtype=torch.float64)
     return numbers[: result.numel()].view(result.shape).to(result.dtype).to(result.device)

@@ -1,4 +1,4 @@
-"""Keep outcomes in a file, and show them: a table of suites, and what fails by its cause."""
+"""Keep outcomes in a file, and show them: a table of suites, and failures by cause."""
 
 import collections
 import json
@@ -10,7 +10,7 @@ from foo_ops.testing.conformance.processes import Case, Outcome
 
 KINDS = ("passed", "failed", "cannot")
 
-# The first pattern that a message has gives its cause.
+# The first pattern that matches a message gives its cause.
 CAUSES = (
     ("the process ended with -9", "took too long, or memory ran out"),
     ("the process ended with", "crashed"),
@@ -33,7 +33,7 @@ def cause_of(message: str) -> str:
 
 
 def read_scores(path: Path, device: str, version: str) -> dict[Case, Outcome]:
-    """Return what an earlier run has found out; nothing if there was none."""
+    """Return the outcomes of an earlier run, if there was one."""
     if not path.exists():
         return {}
     kept = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def read_scores(path: Path, device: str, version: str) -> dict[Case, Outcome]:
 def write_scores(path: Path, device: str, version: str, outcomes: Mapping[Case, Outcome]) -> None:
     cases = {"/".join(case): message for case, message in sorted(outcomes.items())}
     text = json.dumps({"device": device, "torch": version, "cases": cases}, indent=1)
-    # An interrupted run leaves the former file.
+    # Replaced at once: an interrupted run leaves the former file.
     new = path.with_name(path.name + ".new")
     new.write_text(text + "\n")
     new.replace(path)
@@ -69,7 +69,7 @@ def read_known(path: Path) -> dict[Case, str]:
 
 
 class Report:
-    """What outcomes mean where some cases are known not to pass."""
+    """A summary of outcomes, given the cases that are known not to pass."""
 
     def __init__(self, outcomes: Mapping[Case, Outcome], known: Mapping[Case, str]) -> None:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -90,7 +90,7 @@ class Report:
             self.counts[case[0], kind] += 1
 
     def rows(self) -> list[tuple[str, list[int]]]:
-        """Return for each suite how many cases there are, passed, failed and cannot pass."""
+        """Return each suite's number of cases, and how many passed, failed and cannot pass."""
         rows = []
         for suite in dict.fromkeys(suite for suite, _ in self.counts):
             numbers = [self.counts[suite, kind] for kind in KINDS]

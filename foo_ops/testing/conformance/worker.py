@@ -1,8 +1,8 @@
-"""Run cases in a process of its own: one a line comes in, one outcome a line goes out.
+"""Run cases in a separate process: reads one case per line, writes one outcome per line.
 
-A program, not to be imported. foo takes PyTorch's one key for devices from outside (PrivateUse1),
-so that another device can only be compared in a process that does not load foo: there the packages
-above this one are empty, and only the modules of this folder run.
+A program, not to be imported. foo occupies PyTorch's only key for external devices (PrivateUse1),
+so another device needs a process that does not load foo: there the packages above this one are
+empty, and only the modules of this folder run.
 """
 
 import importlib
@@ -24,7 +24,7 @@ def load_device(device: str, modules: list[str]) -> None:
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-        # In place of what torch does at its import, which the parent has switched off.
+        # torch does the same at import, but the parent has switched that off.
         for entry in importlib.metadata.entry_points(group="torch.backends"):
             if entry.name != "foo":
                 entry.load()()
@@ -35,7 +35,7 @@ def load_device(device: str, modules: list[str]) -> None:
 def main() -> None:
     device, *modules = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what torch prints must not mix with the answers
+    os.dup2(2, 1)  # keeps torch's output apart from the answers
     load_device(device, modules)
     from foo_ops.testing.conformance import cases, comparison
 

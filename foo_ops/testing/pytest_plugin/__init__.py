@@ -1,8 +1,8 @@
 """The pytest plugin of foo_ops: one test for each check of each operator.
 
 Every run of pytest in an environment with foo_ops imports this file. So it is installed as a
-package of its own, ``pytest_foo_ops`` (see setup.py), and torch is imported only where a test asks
-for ``operator_check``.
+package of its own, ``pytest_foo_ops`` (see setup.py), and imports torch only if a test uses
+``operator_check``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 if TYPE_CHECKING:
     from foo_ops.testing import Case
 
-# Standard error as it is before pytest captures it for each test.
+# Standard error, before pytest captures it for each test.
 _stderr = pytest.StashKey[int]()
-# Under which name a report has the operator whose check it is.
+# Name of the report's property that holds the operator.
 _OPERATOR = "foo_ops operator"
 
 
@@ -94,7 +94,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _cases(metafunc: pytest.Metafunc, marker: pytest.Mark) -> Iterator[Case]:
-    """List what a marker says is to be checked, or refuse it."""
+    """List the cases of a marker, or raise a UsageError."""
     from foo_ops.testing import OpSpec, cases
 
     test = metafunc.definition.nodeid
@@ -124,7 +124,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With --durations say how long the checks of an operator took, all together."""
+    """With --durations, show the total time of each operator's checks."""
     count = terminalreporter.config.getoption("durations")
     seconds: dict[str, float] = collections.defaultdict(float)
     checks: collections.Counter[str] = collections.Counter()

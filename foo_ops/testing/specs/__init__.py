@@ -1,1 +1,1 @@
-"""Tell what each operator of the package computes, with samples: one `OpSpec` a file."""
+"""Specs of the package's operators, with samples: one `OpSpec` per file."""

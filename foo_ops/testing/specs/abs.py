@@ -40,8 +40,11 @@ def abs_special(dtype: torch.dtype) -> Sample:
 
 
 def abs_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    """Real: exact. Complex: the squares, their sum and the root are rounded in float64, then the
-    result to the dtype; the reference rounds in float64 too."""
+    """Bound the error: real results are exact.
+
+    Complex: the squares, their sum and the root are rounded in float64, then the result to the
+    dtype; the reference rounds in float64 too.
+    """
     (value,) = sample.call(reference.abs)
     if not dtype.is_complex:
         return (torch.zeros_like(value),)
@@ -50,7 +53,7 @@ def abs_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 
 def abs_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Real: exact. Complex: sgn rounds in the modulus (3), the division and the product (3)."""
+    """Bound the error: real is exact; complex sgn rounds modulus (3), division and product (3)."""
     (dtype,), (cotangent,) = dtypes, cotangents
     assert dtype is not None
     rounded = 6 * roundoff(dtype.to_real()) if dtype.is_complex else 0.0
@@ -75,7 +78,7 @@ ABS = OpSpec(
     gradient_budget=abs_gradient_budget,
 )
 
-# The modulus of a complex number cannot take its place.
+# The modulus of a complex number is real, so it cannot replace it in place.
 ABS_IN_PLACE = ABS.variant(
     torch.ops.foo.abs_, dtypes=[dtype for dtype in ABS.dtypes if not dtype.is_complex]
 )

@@ -138,7 +138,7 @@ PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "mask 0-d, False": attention_sample(bias=lambda dtype: torch.tensor(False)),
 }
 
-# Every option at once, the mask apart, for grouped heads.
+# All options at once, except a mask, for grouped heads.
 ALL: dict[str, Any] = {
     "heads": 4,
     "key_heads": 2,
@@ -147,7 +147,7 @@ ALL: dict[str, Any] = {
     "softcap": 3.0,
 }
 
-# Queries, keys, to the left, to the right.
+# Queries, keys, window_left, window_right.
 WINDOWS = (
     *((11, 11, 3, -1), (11, 11, -1, 2), (11, 11, 2, 1), (11, 11, 0, 0), (11, 11, 100, 100)),
     *((7, 13, -1, 0), (13, 7, -1, 0), (7, 13, 2, 3), (13, 7, 2, 3), (13, 7, 0, -1), (3, 200, 5, 0)),
@@ -164,7 +164,7 @@ WINDOWS = (
 
 # Windows, softcap, ALiBi slopes and sinks.
 OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
-    # Sizes of windows around those of tiles and blocks; whole tiles before and after are not seen.
+    # Windows around the sizes of tiles and blocks; whole tiles before and behind are not seen.
     **{
         f"window {left}, {right} of {queries} queries, {keys} keys": attention_sample(
             batch=1, queries=queries, keys=keys, window_left=left, window_right=right
@@ -180,7 +180,7 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "window for grouped heads": attention_sample(
         heads=6, key_heads=2, queries=70, keys=140, window_left=30, window_right=0
     ),
-    # With heads side by side in a block, one of whose tiles of keys no query sees.
+    # With heads side by side in a block of queries, of which one tile of keys is seen by none.
     **{
         f"window {left} of {queries} queries, {keys} keys for grouped heads, causal": (
             attention_sample(

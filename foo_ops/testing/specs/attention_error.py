@@ -1,8 +1,8 @@
-"""Bound how far the results of attention may be from the exact ones.
+"""Bounds of the errors of attention's results and gradients.
 
 The bounds are of first order in the roundoff u of the compute type (float32, or float64), element
-by element, from the exact values. Sizes are sums of magnitudes; results are rounded once more, to
-their own dtype.
+by element, computed from the exact values. Sizes are sums of magnitudes; results are rounded once
+more, to their own dtype.
 
     score       s = cap(scale q.k) + bias - slope distance       `Scores`
     weight      p = exp(s - logsumexp)
@@ -13,12 +13,12 @@ their own dtype.
                 dbias = sum ds,  dslope = -sum ds distance,  dsink = -sum exp(sink - logsumexp) d
 
 An exponential errs by up to 4 units in the last place, and by 3 roundings of its argument: of the
-difference, and of the product with log2(e). Where the largest score so far is exceeded, sums are
-multiplied by an exponential: TILE keys at a time.
+difference, and of the product with log2(e). When the running maximum grows, sums are multiplied by
+an exponential: once per TILE keys.
 
-In bfloat16, p and ds may be rounded to bfloat16 where they enter a product, and in float16 to two
-parts of that: a relative error that is independent of u. Processors count subnormal numbers in such
-products, and among their sums, as zero.
+In bfloat16, p and ds may be rounded to bfloat16 before a product, and in float16 to two parts of
+bfloat16: a relative error that is independent of u. Processors flush subnormal numbers to zero in
+such products, and in their sums.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Sample, Tensors
 
 TILE = 128
-# The gradients of a sample are mostly asked for after its outputs.
+# The gradients of a sample are mostly checked right after its outputs.
 _LAST_FORWARD = Remembered(most=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A result before it is stored, the size of its terms, and its error so far."""
+    """A result before it is stored, the sum of its terms' magnitudes, and its error so far."""
 
     value: Tensor
     size: Tensor
@@ -52,17 +52,17 @@ class Sum:
         return Sum(function(self.value), function(self.size), function(self.error))
 
     def stored(self, dtype: torch.dtype) -> Tensor:
-        """Return the error once it is rounded to a dtype."""
+        """Return the error after rounding to a dtype."""
         return self.error + roundoff(dtype) * self.value.abs() + smallest(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """The dtypes that the numbers of a call are rounded to.
+    """Rounding errors in a call.
 
     Attributes:
         unit: the roundoff of the compute type.
-        operand: that of the dtype which weights, and gradients of scores, have in a product.
+        operand: the roundoff of weights, and of gradients of scores, as operands of a product.
         tiny: numbers below it may become zero.
     """
 
@@ -73,7 +73,7 @@ class Rounding:
     @classmethod
     def of(cls, dtype: torch.dtype) -> Rounding:
         compute = compute_type(dtype)
-        # For float64 the reference itself errs as much.
+        # The float64 reference itself errs as much.
         unit = roundoff(compute) * (2 if dtype == torch.float64 else 1)
         rounded = {torch.bfloat16: 1, torch.float16: 2}
         operand = roundoff(torch.bfloat16) ** rounded[dtype] if dtype in rounded else 0.0
@@ -93,7 +93,7 @@ class Rounding:
         return dataclasses.replace(parts, error=error)
 
     def sum_to(self, shape: torch.Size, value: Tensor, error: Tensor) -> Sum:
-        """Sum over all that a tensor of this shape was broadcast to."""
+        """Sum over the dimensions that a tensor of this shape was broadcast to."""
         parts = Sum(value, value.abs(), error).map(lambda part: part.sum_to_size(shape))
         terms = value.numel() // max(shape.numel(), 1)
         return dataclasses.replace(parts, error=parts.error + self.summing(terms) * parts.size)
@@ -105,9 +105,9 @@ class Scores:
 
     Attributes:
         error: 0 where a key is not seen.
-        derivative: of the score for ``scale q.k``: 1, but for a softcap; then 0 where a key is not
-            seen. It is broadcast, as the next.
-        derivative_error: how far that may be off.
+        derivative: of the score by ``scale q.k``: 1 without a softcap; with one, 0 where a key is
+            not seen. Broadcast, as the next.
+        derivative_error: its error.
     """
 
     score: Tensor
@@ -130,7 +130,7 @@ class Scores:
         error = rounding.summing(query.shape[-1]) * products
         derivative, derivative_error = error.new_ones(()), error.new_zeros(())
         if softcap > 0:
-            # The quotient is rounded twice; tanh errs by 4 units and the product by 2.
+            # The quotient rounds twice, tanh errs by 4 units, and the product by 2.
             capped = softcap * torch.tanh(size / softcap)
             argument_error = (error + 2 * unit * size).where(size.isfinite(), 0)
             lower = softcap * torch.tanh((size - argument_error) / softcap)
@@ -153,10 +153,10 @@ class Forward:
     """The weights and the results, and their errors.
 
     Attributes:
-        sample: the call's, with key and value repeated for each head of query.
-        factor: what dropout multiplies each weight by.
+        sample: the sample, with key and value repeated for each query head.
+        factor: dropout's factor of each weight.
         weights: before dropout, (batch, heads, queries, keys).
-        weights_error: relative, of weights from the stored logsumexp.
+        weights_error: relative error of weights computed from the stored logsumexp.
         logsumexp: 0 where a row sees nothing.
     """
 
@@ -194,7 +194,7 @@ class Forward:
         weights = torch.exp(difference)
         exponent_error = scores.error + 3 * unit * difference.abs().where(weights > 0, 0)
         rescaling = 4 * math.ceil(keys / TILE) * unit
-        # The terms err, the sum of them, and its logarithm, to which the maximum is added.
+        # Errors of the terms, of their sum, and of its logarithm, to which the maximum is added.
         logsumexp_error = torch.log1p((weights * torch.expm1(exponent_error)).sum(-1))
         logsumexp_error = logsumexp_error + rounding.summing(keys) + rescaling
         logsumexp_error = logsumexp_error + unit * (48 + 3 * logsumexp.abs())
@@ -214,13 +214,13 @@ class Forward:
 
 
 def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    """Bound how far output and logsumexp of a sample may be from the reference's."""
+    """Bound the errors of a sample's output and logsumexp."""
     forward = Forward.of(sample, dtype)
     return forward.output.stored(dtype), forward.logsumexp_error
 
 
 def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Bound how far the gradients may be of those inputs that require one."""
+    """Bound the errors of the gradients of inputs that require one."""
     assert dtypes[0] is not None
     sums = gradient_sums(sample, dtypes[0], cotangents)
     return stored_gradients(sample, dtypes, sums)

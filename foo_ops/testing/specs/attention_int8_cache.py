@@ -1,7 +1,7 @@
 """foo::attention_int8_cache in the table of operators.
 
 It is attention to integers times their scales, sequence by sequence. A score and a weight are
-rounded once more each, for their scales: the bounds of attention, twice, leave room for that.
+rounded once more each, for their scales, so twice the bounds of attention suffice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cache_sample(
     used: list[int] | None = None,
     **options: Any,
 ) -> Maker:
-    """Make queries and a cache for ``keys`` keys a sequence, in pages if they have a size."""
+    """Make queries and a cache for ``keys`` keys per sequence, in pages if they have a size."""
     dims = head_dim, head_dim if value_dim is None else value_dim
 
     def make(dtype: torch.dtype) -> Sample:
@@ -57,7 +57,7 @@ def cache_sample(
 
 
 def parts(sample: Sample) -> Iterator[Sample]:
-    """Give the sample of attention for each sequence."""
+    """Yield the equivalent sample of attention for each sequence."""
     query, *cache = sample.inputs[:5]
     sinks, used, table = (*sample.inputs, None, None, None)[5:8]
     for i in range(len(query)):

@@ -1,4 +1,4 @@
-"""Make samples of attention: random tensors of the sizes that a test asks for, and hard cases."""
+"""Samples of attention: random tensors of given sizes, and hard cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attention_sample(
     sinks: Maker | None = None,
     **keywords: Any,
 ) -> Callable[[torch.dtype], Sample]:
-    """Make the function that draws query, key and value of these sizes."""
+    """Make a function that draws query, key and value of these sizes."""
     key_heads = heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
 
@@ -53,12 +53,12 @@ def random_bias(*shape: int, float32: bool = False) -> Maker:
 
 
 def random_slopes(*shape: int, float32: bool = False) -> Maker:
-    """Draw small slopes of both signs, so that keys at a distance still count."""
+    """Draw small slopes of both signs, so that distant keys still count."""
     return lambda dtype: random_bias(*shape, float32=float32)(dtype) / 8
 
 
 def random_mask(*shape: int, blind: Sequence[int] = ()) -> Maker:
-    """Draw a bool mask with one half True; the rows ``blind`` see no key."""
+    """Draw a bool mask that is half True; the rows ``blind`` see no key."""
 
     def make(dtype: torch.dtype) -> Tensor:
         mask = random(f"mask {shape}", shape, dtype=torch.float64)[0] > 0
@@ -75,14 +75,14 @@ def half_infinite_bias(*shape: int) -> Maker:
 
 
 def large_scores(dtype: torch.dtype) -> Sample:
-    """Make scores of up to 1e4, and softmaxes that are a single one: exp must not overflow."""
+    """Make scores of up to 1e4, whose softmax is one-hot: exp must not overflow."""
     query, *others = attention_sample(head_dim=32, keys=70)(dtype).inputs
     assert query is not None
     return Sample((query * 1000, *others))
 
 
 def rising_scores(queries: int, keys: int) -> Callable[[torch.dtype], Sample]:
-    """Put the largest score last, so that every tile of keys rescales what came before."""
+    """Put the largest score last, so that every tile of keys rescales the sums so far."""
 
     def make(dtype: torch.dtype) -> Sample:
         sample = attention_sample(queries=queries, keys=keys, head_dim=8, scale=0.5)(dtype)
@@ -100,7 +100,7 @@ def large_scores_with_softcap(dtype: torch.dtype) -> Sample:
 
 
 def large_scores_with_sinks(dtype: torch.dtype) -> Sample:
-    """Put the first head's sink amid the scores, and the second's above all."""
+    """Put the first head's sink among the scores, and the second's above all."""
     *tensors, _ = large_scores(dtype).inputs
     return Sample((*tensors, torch.tensor([100.0, 20_000.0]).to(dtype)))
 

@@ -28,18 +28,18 @@ from foo_ops.testing.specs.attention_samples import Maker, random_bias, random_s
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Blocks of a cache, dealt out to sequences in a random order; the last two stay unused.
+    """Blocks of a cache, assigned to sequences in random order; the last two stay unused.
 
     Attributes:
         block_size: how many keys a block holds.
-        shared: all sequences have their first block in common.
+        shared: whether all sequences share their first block.
     """
 
     block_size: int
     shared: bool = False
 
     def table(self, lengths: Sequence[int]) -> Tensor:
-        """The blocks of sequences of these lengths; -1 in the places that no key lies in."""
+        """Return the block table of sequences of these lengths, -1 in unused entries."""
         counts = [-(-length // self.block_size) for length in lengths]
         generator = torch.Generator().manual_seed(sum(counts))
         order = torch.randperm(sum(counts), generator=generator).to(torch.int32)
@@ -51,7 +51,7 @@ class Pages:
         return table
 
     def store(self, tensor: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The cache (blocks, block_size, ...) with sequences that were packed; junk elsewhere."""
+        """Store packed sequences in a cache (blocks, block_size, ...), with junk elsewhere."""
         blocks = int((table >= 0).sum()) + 2
         cache = junk(tensor, (blocks, self.block_size, *tensor.shape[1:]))
         for row, sequence in zip(table, tensor.split(list(lengths))):
@@ -73,12 +73,12 @@ def varlen_sample(
     sinks: Maker | None = None,
     **keywords: Any,
 ) -> Callable[[torch.dtype], Sample]:
-    """The maker of a sample with random tokens.
+    """Make a function that draws a sample of packed sequences.
 
     Args:
-        lengths: of each sequence, how many queries and keys it has.
-        used: of each sequence, how many of its keys it uses; the others are junk.
-        pages: the keys lie in pages.
+        lengths: the numbers of queries and keys of each sequence.
+        used: how many of its keys each sequence uses; the others are junk.
+        pages: stores the keys in blocks.
     """
     query_lengths, key_lengths = [queries for queries, _ in lengths], [keys for _, keys in lengths]
     key_heads = heads if key_heads is None else key_heads
@@ -196,7 +196,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
 
 
 def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
-    """Each sequence, and the sample of foo::attention that it amounts to."""
+    """Yield each sequence, and its equivalent sample of foo::attention."""
     *tensors, slopes, sinks = sample.inputs
     query, key, value, cu_seqlens_q, cu_seqlens_k, seqused, table = tensors
     assert query is not None
@@ -229,7 +229,7 @@ def varlen_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 
 def varlen_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Those of the sequences, added up where sequences have an input in common."""
+    """Bound the gradients by the sums of the sequences' bounds, where these share an input."""
     dtype, (grad_output, grad_logsumexp) = dtypes[0], cotangents
     assert dtype is not None
     leaves = sample.requiring_grad()
@@ -245,7 +245,7 @@ def varlen_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) 
                 sums.append(part_sum)
 
     def added(terms: list[Tensor]) -> Tensors:
-        """What autograd makes of the parts' gradients, as the sequences were selected."""
+        """Add the parts' gradients by autograd, through the selection of the sequences."""
         return torch.autograd.grad(
             selected, leaves.differentiable(), terms, retain_graph=True, materialize_grads=True
         )

@@ -11,7 +11,7 @@ from foo_ops.testing.spec import Maker, OpSpec, Sample, random
 def dense_sample(
     name: str, batch: int, heads: int, capacity: int, new: int, sizes: tuple[int, int] = (5, 5)
 ) -> Maker:
-    """Make a cache whose sequences have as many keys as fit, the next one less, and so on."""
+    """Make a cache in which the first sequence becomes full, the next one key less, and so on."""
 
     def make(dtype: torch.dtype) -> Sample:
         leading = [(batch, heads, length) for length in (capacity, new)]
@@ -23,7 +23,7 @@ def dense_sample(
 
 
 def paged_sample(name: str, blocks: int, block_size: int, new: int, dtype_: torch.dtype) -> Maker:
-    """Make two sequences with half of the blocks each, in an order that is not theirs."""
+    """Make two sequences with half of the blocks each, in reversed order."""
 
     def make(dtype: torch.dtype) -> Sample:
         leading = [(2 * blocks, block_size, 3), (2, new, 3)]

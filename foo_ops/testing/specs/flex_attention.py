@@ -14,7 +14,7 @@ from foo_ops.testing import reference
 from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
 from foo_ops.testing.specs.attention_error import Rounding, Sum, gradient_sums, output_budget
 
-# A soft cap, and a table of relative positions, with rows for the batch or without; gradients.
+# A softcap, and a table of relative positions, with or without a batch dimension; gradients.
 SCORE_MOD = """\
 {compute} input score
 {compute} number 0
@@ -47,7 +47,7 @@ int32 sub 8 9
 {compute} sub 5 11
 output 12
 gradient 0 5 {indices}"""
-# Causal, but for as many keys behind the query as the first of the integers says.
+# Causal, plus as many keys behind the query as the first of the integers.
 MASK_MOD = """\
 int32 input query
 int32 input key
@@ -78,7 +78,7 @@ def programs(dtype: torch.dtype, of_batch: bool = False) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Lists of blocks for each row of blocks, alike for all heads: partial ones, and full ones."""
+    """Partial and full blocks for each row of blocks, the same for all heads."""
 
     query_block: int
     key_block: int
@@ -90,7 +90,7 @@ class Blocks:
 
 
 def listed(rows: Sequence[Sequence[int]]) -> Tensors:
-    """Return counts and numbers of blocks as torch's BlockMask has them."""
+    """Return counts and indices of blocks, as in torch's BlockMask."""
     indices = torch.zeros(1, 1, len(rows), max(1, *map(len, rows)), dtype=torch.int32)
     for place, row in enumerate(rows):
         indices[0, 0, place, : len(row)] = torch.tensor(row, dtype=torch.int32)
@@ -110,7 +110,7 @@ def flex_sample(
     blocks: Blocks | None = None,
     **keywords: Any,
 ) -> Callable[[torch.dtype], Sample]:
-    """Make the function that draws query, key, value and a table of these sizes."""
+    """Make a function that draws query, key, value and a table of these sizes."""
     key_heads, value_dim = key_heads or heads, value_dim or head_dim
 
     def make(dtype: torch.dtype) -> Sample:
@@ -170,7 +170,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
 
 
 def covered(lists: Sequence[Any], shape: Sequence[int], query_block: int, key_block: int) -> Tensor:
-    """Return which scores the blocks of counts and indices cover, (B, H, Sq, Sk)."""
+    """Return which scores (B, H, Sq, Sk) the blocks cover, given counts and indices."""
     counts, indices = lists
     is_covered = torch.zeros(*counts.shape[:2], *shape[2:], dtype=torch.bool)
     for batch in range(counts.shape[0]):
@@ -184,9 +184,9 @@ def covered(lists: Sequence[Any], shape: Sequence[int], query_block: int, key_bl
 
 
 def as_attention(sample: Sample) -> Sample:
-    """Return the sample of foo::attention that one of foo::flex_attention amounts to.
+    """Return the sample of foo::attention that is equivalent to one of foo::flex_attention.
 
-    The table and what is not seen are a bias, and the soft cap is an option.
+    The table and the mask become a bias, and the softcap an option.
     """
     query, key, value, captured, *lists = sample.inputs
     options = dict(sample.keywords)
@@ -208,7 +208,7 @@ def as_attention(sample: Sample) -> Sample:
 
 
 def flex_attention(*inputs: Any, **keywords: Any) -> Tensors:
-    """Compute plainly what the samples' programs say."""
+    """Compute the samples' programs by the reference of attention."""
     return as_attention(Sample(inputs, keywords)).call(reference.attention)
 
 
@@ -218,14 +218,14 @@ def flex_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A sample of foo::attention that is a part of a call, and its cotangents."""
+    """A sample of foo::attention as a part of a call, and its cotangents."""
 
     sample: Sample
     cotangents: Tensors
 
 
 def budget_of_parts(sample: Sample, dtype: torch.dtype, parts: Iterable[Part]) -> Tensors:
-    """Bound the errors of gradients of a sample that requires some, from those of its parts."""
+    """Bound the errors of a sample's gradients by those of its parts."""
     selected, sums, terms = [], [], 0
     parts = list(parts)
     for part in parts:
@@ -238,7 +238,7 @@ def budget_of_parts(sample: Sample, dtype: torch.dtype, parts: Iterable[Part]) -
     leaves = sample.differentiable()
 
     def added(terms: list[Tensor]) -> Tensors:
-        """Return what autograd makes of the parts' gradients, as the parts were selected."""
+        """Add the parts' gradients by autograd, through the selection of the parts."""
         options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         return torch.autograd.grad(selected, leaves, terms, **options)
 
@@ -246,7 +246,7 @@ def budget_of_parts(sample: Sample, dtype: torch.dtype, parts: Iterable[Part]) -
         added([getattr(it, name) for it in sums]) for name in ("value", "size", "error")
     )
     rounding = Rounding.of(dtype)
-    # An element of a table may be in every score.
+    # An element of a table may contribute to every score.
     counts = [len(parts)] * 3 + [terms] * len(leaves[3:])
     return tuple(
         Sum(value, size, error + rounding.summing(count) * size).stored(dtype)

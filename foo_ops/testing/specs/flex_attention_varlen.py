@@ -18,7 +18,7 @@ from foo_ops.testing.specs.flex_attention import Part, as_attention, budget_of_p
 def flex_varlen_sample(
     lengths: Sequence[tuple[int, int]], *, has_programs: bool = True, **options: Any
 ) -> Callable[[torch.dtype], Sample]:
-    """Make the function that draws packed tensors, and a table for each sequence and head."""
+    """Make a function that draws packed tensors, and a table for each sequence and head."""
     make_packed = varlen_sample(lengths, **options)
 
     def make(dtype: torch.dtype) -> Sample:
@@ -60,7 +60,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
 
 
 def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
-    """Yield each sequence, and the sample of foo::attention that it amounts to."""
+    """Yield each sequence, and its equivalent sample of foo::attention."""
     query, key, value, captured, *sequences = sample.inputs
     options = dict(sample.keywords)
     del options["max_seqlen_q"], options["max_seqlen_k"]
@@ -72,7 +72,7 @@ def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
 
 
 def joined(sample: Sample, compute: Callable[[Sample], Tensors]) -> Tensors:
-    """Compute the outputs of each part, and pack them."""
+    """Compute each part's outputs, and pack them."""
     query, value = sample.inputs[0], sample.inputs[2]
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
     logsumexp = query.new_zeros(query.shape[1], query.shape[0])
@@ -85,7 +85,7 @@ def joined(sample: Sample, compute: Callable[[Sample], Tensors]) -> Tensors:
 
 
 def flex_attention_varlen(*inputs: Any, **keywords: Any) -> Tensors:
-    """Compute plainly what the samples' programs say."""
+    """Compute the samples' programs by the reference of attention."""
     return joined(Sample(inputs, keywords), lambda part: part.call(reference.attention))
 
 

@@ -1,8 +1,8 @@
 """foo::linear in the table of operators.
 
 The error of an element is bounded by the roundings of its sum, in the compute type, times the
-magnitudes that are summed up, and by the rounding to its own dtype. Processors count subnormal
-numbers in products of bfloat16, and among their sums, as zero.
+summed magnitudes, plus the rounding to its own dtype. Processors flush subnormal numbers to zero in
+products of bfloat16, and in their sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def linear_sample(
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Infinities and NaN stay where they are, in rows and in columns; zeros have no effect."""
+    """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
     input, weight, bias = random("special", (9, 21), (20, 21), (20,), dtype=dtype)
     input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
     weight[4, 7], weight[19, 20], bias[11] = torch.inf, torch.nan, -torch.inf
@@ -37,7 +37,7 @@ def special(dtype: torch.dtype) -> Sample:
 
 
 def bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
-    """Bound the error of a sum of so many products, whose magnitudes add up to ``magnitude``."""
+    """Bound the error of a sum of ``terms`` products whose magnitudes add up to ``magnitude``."""
     compute = compute_type(dtype)
     error = roundings(terms + 1) * roundoff(compute) * magnitude
     lost = 2 * terms * torch.finfo(compute).smallest_normal
@@ -50,7 +50,7 @@ def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 
 def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Bound the gradients of those tensors that require one."""
+    """Bound the errors of the gradients of tensors that require one."""
     input, weight, *_ = sample.inputs
     (grad,), (dtype, *_) = cotangents, dtypes
     assert dtype is not None

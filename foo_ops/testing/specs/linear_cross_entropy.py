@@ -1,8 +1,8 @@
 """foo::linear_cross_entropy in the table of operators.
 
-An error of a logit changes its probability by as large a share. The gradients of logits have that
-error and, as bfloat16, their own rounding; those of hidden, weight and bias are sums of products
-with them.
+An error of a logit is a relative error of its probability. The gradients of logits have that error
+and, as bfloat16, their own rounding; those of hidden, weight and bias are sums of products with
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def loss_sample(
     ignored: int = 0,
     **keywords: Any,
 ) -> Maker:
-    """Of the targets, the first ``ignored`` are the index that is ignored."""
+    """Make a sample whose first ``ignored`` targets are the ignored index."""
 
     def make(dtype: torch.dtype) -> Sample:
         shapes = ((*rows, width), (classes, width), (classes,))
@@ -43,7 +43,7 @@ def loss_sample(
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Classes that are masked, rows with NaN and infinity, and logits that are far apart."""
+    """Make masked classes, rows with NaN and infinity, and logits that are far apart."""
     hidden, weight, target, bias = loss_sample("special", (6,), 5, 19)(dtype).inputs
     target[:] = 3
     bias[4:9], bias[10] = -torch.inf, 3e4
@@ -53,17 +53,17 @@ def special(dtype: torch.dtype) -> Sample:
 
 
 def late_maximum(dtype: torch.dtype) -> Sample:
-    """Logits of several splits that grow, so that sums are scaled again and again."""
+    """Make growing logits in several splits, so that sums are rescaled again and again."""
     hidden, weight, target, bias = loss_sample("late", (3,), 4, 33_001)(dtype).inputs
     bias = (bias + torch.linspace(-50, 50, 33_001)).to(dtype)
     return Sample((hidden, weight, target, bias), {"label_smoothing": 0.1})
 
 
 def error_of_logits(hidden: Tensor, weight: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound the errors of differences of logits and their logsumexp, relative to what is 1."""
+    """Bound the errors of differences of logits and their logsumexp, relative to 1."""
     unit = roundoff(compute_type(dtype))
     sums = roundings(hidden.shape[-1] + 2) * reference.linear(hidden.abs(), weight.abs())
-    # The functions, and the rounding of the logsumexp.
+    # The 16 are for the functions, and the rounding of the logsumexp.
     error = unit * (sums + logits.abs() + logits.logsumexp(-1, keepdim=True).abs() + 16)
     error = error.nan_to_num(0.0, 0.0, 0.0)
     return 2 * error + error.amax(-1, keepdim=True)
@@ -72,9 +72,9 @@ def error_of_logits(hidden: Tensor, weight: Tensor, logits: Tensor, dtype: torch
 def gradient_budget(
     sample: Sample, dtypes: Dtypes, cotangents: Tensors, *, roundings_of_logits: int = 1
 ) -> Tensors:
-    """Bound the gradients of those tensors that require one.
+    """Bound the errors of the gradients of tensors that require one.
 
-    Where exponentials are kept, the gradients of logits are rounded twice.
+    If exponentials are kept, the gradients of logits are rounded twice.
     """
     hidden, weight, target, *bias = sample.inputs
     dtype = dtypes[0]
@@ -102,7 +102,7 @@ def gradient_budget(
     for tensor, (formula, others, terms) in zip((hidden, weight, *bias), products):
         factors = [it.abs() for it in others]
         largest, off = (torch.einsum(formula, it, *factors) for it in (magnitude, error))
-        # A value is no larger than the sum of magnitudes.
+        # The sum of magnitudes bounds the value.
         if tensor.requires_grad:
             budgets.append(off + bound(largest, largest, terms, dtype))
     return tuple(budgets)

@@ -1,7 +1,7 @@
 """foo::linear_activation and foo::linear_silu_mul in the table of operators.
 
-The slope of an activation is at most 1.13: an error of the sum becomes one of the result. What is
-computed in forward passes that record gradients is rounded once more, between the steps.
+The slope of an activation is at most 1.13, which bounds how an error of the sum carries over. In
+forward passes that record gradients, results are rounded once more, between the steps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from foo_ops.testing.specs.linear import bound, linear_sample
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLOPE = 1.13
-# Of a function, in roundings of the compute type.
+# Error of a function, in roundings of the compute type.
 FUNCTION_ROUNDINGS = 16
-# Of gradients: of the sums, of a function and its slope, of what is multiplied by it.
+# Roundings in gradients: of the sums, of a function and its slope, of the factors.
 GRADIENT_ROUNDINGS = 8
 
 
 def sum_error(
     input: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a sum of products, and how far it may be from that in the compute type."""
+    """Return a sum of products, and the error that it has in the compute type."""
     value = reference.linear(input, weight, bias)
     magnitude = reference.linear(input.abs(), weight.abs(), None if bias is None else bias.abs())
     return value, bound(value, magnitude, input.shape[-1], compute_type(dtype))
@@ -34,11 +34,11 @@ def sum_error(
 def gradient_errors(
     input: Tensor, weight: Tensor, gradient: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Bound the errors of a product's gradients for its factors.
+    """Bound the errors of the gradients of a product's factors.
 
     Args:
-        gradient: bounds the magnitude of the product's own gradient, and of its slopes by what it
-            was made of.
+        gradient: bounds the magnitude of the product's own gradient, and of the terms of its
+            slopes.
     """
     terms = max(weight.shape[0], gradient.shape[:-1].numel()) + input.shape[-1]
     compute = compute_type(dtype)
@@ -62,7 +62,7 @@ def activation_sample(name: str, activation: str, rows: int, depth: int, columns
 
 
 def activation_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    """gelu's sum of 1 and a negative number keeps the digits of 1."""
+    """Bound the error; gelu's sum of 1 and a negative number has the absolute error of 1."""
     input, weight, bias = sample.inputs
     value, error = sum_error(input, weight, dtype, bias)
     of_function = roundings(FUNCTION_ROUNDINGS) * roundoff(compute_type(dtype)) * value.abs()

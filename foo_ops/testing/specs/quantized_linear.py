@@ -1,8 +1,8 @@
 """foo::linear_int8 and foo::linear_int4 in the table of operators.
 
-The error of an element is bounded as that of foo::linear is, with the magnitudes of what the
-integers stand for. Weights that are rounded to the input's dtype have errors of their own, each
-independent of the others.
+The error of an element is bounded as for foo::linear, with the magnitudes of the dequantized
+weights. Weights that are rounded to the input's dtype have errors of their own, independent of each
+other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def integers(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw integers of all values."""
+    """Draw integers over their whole range."""
     (numbers,) = random(name, shape, dtype=torch.float64)
     bits = (numbers * 4096).round().to(torch.int64) % 256
     return bits.to(torch.uint8).view(dtype)
@@ -55,7 +55,7 @@ def int4_sample(
             name, (*rows, groups * group_size), of_groups, of_groups, (columns,), dtype=dtype
         )
         weight = integers(name, (columns, groups * group_size // 2), torch.uint8)
-        # Zeros are integers, but for some of the first column.
+        # Zero points are integers, except in the first column.
         zero = (8 + 4 * zero).to(dtype)
         zero[1:] = zero[1:].round()
         inputs = (input, weight, scale / 8, zero)
@@ -65,7 +65,7 @@ def int4_sample(
 
 
 def special(make: Maker, dtype: torch.dtype) -> Sample:
-    """Infinities and NaN stay where they are, in rows and in columns; zeros have no effect."""
+    """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
     sample = make(dtype)
     input, _, scale, *_ = sample.inputs
     input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
@@ -79,7 +79,7 @@ def special(make: Maker, dtype: torch.dtype) -> Sample:
 
 
 def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
-    """Return what the integers stand for, and magnitudes of what that is computed from."""
+    """Return the dequantized weight, and the magnitudes in its computation."""
     _, weight, scale, *others = sample.inputs
     if not sample.keywords:
         value = weight.double() * scale.detach()[:, None]
@@ -92,8 +92,8 @@ def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
 def error_of_rounded(left: Tensor, right: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
     """Bound the error of a sum of products with a right matrix that is rounded to a dtype.
 
-    Errors are independent, each at most a rounding of its term: their sum is more than 8 times the
-    root of the sum of their squares with a probability below 3e-14 (Hoeffding 1963, theorem 2).
+    Errors are independent, each at most a rounding of its term: their sum exceeds 8 times the root
+    of the sum of their squares with a probability below 3e-14 (Hoeffding 1963, theorem 2).
     """
     all_terms = torch.einsum(equation, left.abs(), right.abs())
     squares = torch.einsum(equation, left.square(), right.square())
@@ -105,7 +105,7 @@ def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
     bias = sample.inputs[4 if sample.keywords else 3 :]
     total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
-    # Three more for a weight, or for the scale of a sum.
+    # Three more terms for a weight, or for the scale of a sum.
     error = bound(value, total, input.shape[-1] + 3, dtype)
     if dtype == torch.bfloat16 and sample.keywords:
         error = error + error_of_rounded(input, weight, "...k,nk->...n", dtype)
@@ -113,7 +113,7 @@ def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 
 def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Bound the gradients of those tensors that require one."""
+    """Bound the errors of the gradients of tensors that require one."""
     input, integers, scale, *others = (
         it.detach() if isinstance(it, Tensor) else it for it in sample.inputs
     )

@@ -27,13 +27,13 @@ def rms_norm_sample(
 
 
 def wide_weight(dtype: torch.dtype) -> Sample:
-    """A model in half precision keeps its norms in float32."""
+    """Use a float32 weight, as models in half precision do in their norms."""
     input, weight = rms_norm_sample("wide weight", (5, 67))(dtype).inputs
     return Sample((input, weight.float()))
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Rows of zeros, of a NaN, of an infinity, and of numbers whose squares are large or small."""
+    """Make rows with zeros, NaN, infinity, and numbers whose squares are large or small."""
     (input,) = random("special", (6, 19), dtype=dtype)
     input[0] = 0
     input[1, 3], input[2, 5] = torch.nan, torch.inf

@@ -1,4 +1,4 @@
-"""foo::rotary_embedding, in place too, in the table of operators."""
+"""foo::rotary_embedding and its in-place variant in the table of operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sized(dtype: torch.dtype, size: int) -> Sample:
 
 
 def wide_tables(dtype: torch.dtype) -> Sample:
-    """Cosines and sines in float32 beside a query in half precision."""
+    """Use float32 cosines and sines for a query in half precision."""
     input, cosine, sine = rotary_sample("wide tables", (2, 5, 34), (5, 17))(dtype).inputs
     wide = torch.promote_types(dtype, torch.float32)
     return Sample((input, cosine.to(wide), sine.to(wide)))

@@ -13,14 +13,14 @@ def silu_mul_sample(name: str, gate: tuple[int, ...], up: tuple[int, ...]) -> Ma
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Where exp overflows, and where nothing is left."""
+    """Make gates for which exp overflows, or underflows to zero."""
     gate = torch.tensor([0.0, -0.0, 200.0, -200.0, -60_000.0, torch.inf, torch.nan])
     up = torch.tensor([1.0, -1.0, 300.0])[:, None]
     return Sample((gate.to(dtype), up.to(dtype)))
 
 
 def small_of_large(dtype: torch.dtype) -> Sample:
-    """The result is small, where gate * up would be infinite."""
+    """Make a small result although gate * up is infinite."""
     up = torch.full((3,), min(torch.finfo(dtype).max / 2, 1e38), dtype=dtype)
     return Sample((torch.full((3,), -60.0, dtype=dtype), up))
 
@@ -38,6 +38,6 @@ SILU_MUL = OpSpec(
     },
     essential=("size1", "size7", "broadcast"),
     large=silu_mul_sample("large", (7, 50_001), (7, 50_001)),
-    # The gradient of what was broadcast is a sum of gradients that are rounded.
+    # The gradient of a broadcast operand is a sum of rounded gradients.
     tolerances={torch.float16: (1e-3, 1e-3)},
 )

@@ -13,7 +13,7 @@ from foo_ops.testing.spec import Maker, OpSpec, Sample, random
 def loss_sample(
     name: str, rows: tuple[int, ...], classes: int, *, ignored: int = 0, **keywords: Any
 ) -> Maker:
-    """Of the targets, the first ``ignored`` are the index that is ignored."""
+    """Make a sample whose first ``ignored`` targets are the ignored index."""
 
     def make(dtype: torch.dtype) -> Sample:
         (logits,) = random(name, (*rows, classes), dtype=dtype)
@@ -26,7 +26,7 @@ def loss_sample(
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Logits that are masked, all of them too, and NaN, infinity, and far apart."""
+    """Make logits with masks (one row entirely), NaN, infinity, and large differences."""
     logits, target = loss_sample("special", (6,), 19)(dtype).inputs
     target[:] = 3
     logits[0, 4:] = -torch.inf
@@ -37,13 +37,13 @@ def special(dtype: torch.dtype) -> Sample:
 
 
 def late_maximum(dtype: torch.dtype) -> Sample:
-    """A row of several chunks that grows, so that sums are scaled again and again."""
+    """Make growing rows of several chunks, so that sums are rescaled again and again."""
     logits, target = loss_sample("late", (2,), 5001)(dtype).inputs
     return Sample((logits + torch.linspace(-50, 50, 5001).to(dtype), target))
 
 
 def large_and_alike(dtype: torch.dtype) -> Sample:
-    """Logits beside which the logarithm of a sum is lost, of either sign."""
+    """Make logits so large, of either sign, that the logarithm of the sum is lost beside them."""
     logits, target = loss_sample("alike", (4,), 1501, label_smoothing=0.1)(dtype).inputs
     logits[:2] = (logits[:2] + 3e4).to(dtype)
     logits[2:] = (logits[2:] - 3e4).to(dtype)

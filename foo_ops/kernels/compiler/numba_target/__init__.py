@@ -1,1 +1,1 @@
-"""A target of Numba for kernels, with leaner steps than those of its own target for processors."""
+"""A Numba target for kernels, with fewer and leaner passes than Numba's CPU target."""

@@ -1,12 +1,12 @@
 """Keep constants from promoting: in float32, ``x * 0.5`` is computed in float32, as in torch.
 
-For Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy before
-its second version. In a kernel that halves the lanes of a vector, and converts there and back.
-Expressions of constants are computed here, so that ``x * math.sqrt(0.5)`` and ``x * (A / 3)`` are
-no different. An intermediate value is a float64 or an int, as Python's are.
+To Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy 1. In a
+kernel that would halve the lanes of a vector, and add conversions. Constant expressions are
+computed here, so that ``x * math.sqrt(0.5)`` and ``x * (A / 3)`` behave the same. Intermediate
+values are float64 or int, as in Python.
 
-Powers with constant integers are replaced as well: ``x ** 2`` becomes a product, and ``x ** -2``
-one of 1 / x. For Numba's dispatch, in which a constant is a number like others, it is a loop.
+Powers with constant integer exponents are replaced, too: ``x ** 2`` becomes a product, and
+``x ** -2`` a product of 1 / x. Numba's dispatch here does not see constants, and would use a loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from numba.extending import intrinsic
 from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 
 _PARTS = {types.complex64: types.float32, types.float32: types.float32}
-# These are for integers only.
+# Operators of integers only.
 _BITWISE = (
     *(operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift),
     *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
-# As products these take at most six multiplications.
+# Exponents whose products take at most six multiplications.
 _EXPONENTS = (*range(-16, 0), *range(1, 17))
-# What a function of numbers gives where all of them are constants.
+# Functions that compute the result of constant arguments.
 _FOLDED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{getattr(math, name): function for name, function in MATH.items()},
     **{function: function for function in (abs, float, int, max, min)},
@@ -42,15 +42,13 @@ _FOLDED: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def let_fold(function: Any, plain: Callable[..., Any]) -> None:
-    """Let ``plain`` compute what a function of kernels is where its arguments are constants."""
+    """Let ``plain`` compute a kernel's function if all its arguments are constants."""
     _FOLDED[function] = plain
 
 
 @intrinsic
 def _adapt(typing_context, constant, other):
-    """Convert a constant to the type of the number that it meets, where that is the narrower
-    one.
-    """
+    """Convert a constant to the type of the other operand, if that is narrower."""
     own = types.unliteral(constant)
     type_ = _PARTS.get(other, own)
 
@@ -89,7 +87,10 @@ def _raised(typing_context: Any, base: types.Type, number: types.Type, exponent:
 
 
 def _require_number(base: types.Type, exponent: types.Type) -> None:
-    """Refuse what is no number; Numba asks again for exponents that are not constant."""
+    """Refuse operands that are not numbers, or an exponent that is not a literal.
+
+    Numba retries with literal types.
+    """
     if not isinstance(base, (types.Number, types.Boolean)) or not hasattr(
         exponent, "literal_value"
     ):
@@ -107,7 +108,7 @@ def _power(typing_context, base, exponent):
 
 @intrinsic(prefer_literal=True)
 def _power_as_float(typing_context, base, exponent):
-    """Raise a number to a constant power, an integer as a float64."""
+    """Raise a number to a constant power; integers are converted to float64."""
     _require_number(base, exponent)
     number = types.unliteral(base)
     is_whole = isinstance(number, (types.Integer, types.Boolean))
@@ -118,7 +119,7 @@ def _power_as_float(typing_context, base, exponent):
 
 @register_pass(mutates_CFG=False, analysis_only=False)
 class AdaptConstants(FunctionPass):
-    """Convert constants beside variables to their types, before types are inferred."""
+    """Convert constant operands to the types of the other operands, before type inference."""
 
     _name = "foo_ops_adapt_constants"
 
@@ -163,9 +164,9 @@ def _define(func_ir: ir.FunctionIR, variable: ir.Var, value: Any) -> ir.Assign:
 
 
 def _constant_power(func_ir: ir.FunctionIR, expression: Any) -> tuple[ir.Var, int, Any] | None:
-    """Return base, exponent and what raises to it, of a power whose exponent is a small constant.
+    """Return base, exponent and intrinsic of a power with a small constant exponent, or None.
 
-    An exponent such as 2.0, and math.pow, make floats of integers.
+    An exponent such as 2.0, and math.pow, convert integers to floats.
     """
     if _is_operation(expression):
         function, operands = expression.fn, [expression.lhs, expression.rhs]
@@ -183,7 +184,7 @@ def _constant_power(func_ir: ir.FunctionIR, expression: Any) -> tuple[ir.Var, in
 
 
 def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.Var]]:
-    """Yield each constant operand of an expression, with an operand that is not constant."""
+    """Return each constant operand of an expression, with an operand that is not constant."""
     operands = _operands(func_ir, expression)
     constants = [operand for operand in operands if _is_constant(func_ir, operand)]
     others = [operand for operand in operands if not _is_constant(func_ir, operand)]
@@ -191,7 +192,7 @@ def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.
 
 
 def _operands(func_ir: ir.FunctionIR, expression: Any) -> list[ir.Var]:
-    """Return the operands that are promoted to one type, which those of a power are too."""
+    """Return the operands that are promoted to one type, including those of a power."""
     if _is_operation(expression):
         return [] if expression.fn in _BITWISE else [expression.lhs, expression.rhs]
     is_call = isinstance(expression, ir.Expr) and expression.op == "call"
@@ -209,7 +210,7 @@ def _is_constant(func_ir: ir.FunctionIR, variable: ir.Var) -> bool:
 
 
 def _value(func_ir: ir.FunctionIR, variable: ir.Var) -> Any:
-    """Return the value of a variable that always has the same one, else None."""
+    """Return the value of a variable with a single constant definition, else None."""
     definitions = func_ir._definitions.get(variable.name, [])
     definition = definitions[0] if len(definitions) == 1 else None
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
@@ -225,7 +226,7 @@ def _value(func_ir: ir.FunctionIR, variable: ir.Var) -> Any:
 
 
 def _folded(func_ir: ir.FunctionIR, expression: Any) -> int | float | None:
-    """Compute an expression of constants; None where it is something else."""
+    """Compute a constant expression; None if it is not constant."""
     if not isinstance(expression, ir.Expr):
         return None
     if expression.op == "static_getitem":
@@ -245,7 +246,7 @@ def _folded(func_ir: ir.FunctionIR, expression: Any) -> int | float | None:
 
 
 def _operation(func_ir: ir.FunctionIR, expression: ir.Expr) -> tuple[Any, list[ir.Var]]:
-    """Return the function of Python that an expression calls, or None, and its arguments."""
+    """Return the function that computes an expression, or None, and its arguments."""
     if _is_operation(expression):
         return expression.fn, [expression.lhs, expression.rhs]
     if expression.op == "unary":
@@ -258,7 +259,7 @@ def _operation(func_ir: ir.FunctionIR, expression: ir.Expr) -> tuple[Any, list[i
 
 
 def _computed(function: Callable[..., Any], operands: list[Any]) -> Any:
-    """Compute a number, as kernels do where floats are divided by 0; None where there is none."""
+    """Compute a number, with floats divided by 0 as in kernels; None if there is no result."""
     with np.errstate(all="ignore"):
         try:
             return function(*operands)

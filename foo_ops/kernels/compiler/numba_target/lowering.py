@@ -1,4 +1,4 @@
-"""Lower Numba's typed IR to LLVM's, without what keeps Python objects alive or helps to debug."""
+"""Lower Numba's typed IR to LLVM IR, without reference counting and debugging support."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class _Lower(lowering.Lower):
         """Emit nothing; Numba gives each function a variable for Python objects."""
 
     def lower_inst(self, inst: ir.Stmt) -> None:
-        """Lower a statement without making text of it, which Numba does for a message nobody
-        reads; what lowers a part of it finds its place in the context.
+        """Lower a statement, and set its place in the context.
+
+        Numba would also format each statement as text, for messages that nobody reads.
         """
         self.context.place = inst.loc
         if isinstance(inst, ir.Assign):
@@ -26,9 +27,7 @@ class _Lower(lowering.Lower):
             super().lower_inst(inst)
 
     def storevar(self, value: llvm_ir.Value, name: str, argidx: int | None = None) -> None:
-        """Store without loading the value that was there, which Numba does to count references
-        down.
-        """
+        """Store a value; Numba would also load the old one, to decrement its reference count."""
         self._alloca_var(name, self.typeof(name))
         if name in self._singly_assigned_vars:
             self._blk_local_varmap[name] = value
@@ -42,7 +41,7 @@ class _Lower(lowering.Lower):
         return cgutils.alloca_once(self.builder, lltype, name=name)
 
     def lower_binop(self, resty: types.Type, expr: ir.Expr, op: Any) -> llvm_ir.Value:
-        """Lower without looking for an implementation for constant operands, which never exists."""
+        """Lower, without a search for an implementation for constant operands: there is none."""
         if expr.static_lhs is not ir.UNDEFINED or expr.static_rhs is not ir.UNDEFINED:
             return super().lower_binop(resty, expr, op)
         signature = self.fndesc.calltypes[expr]

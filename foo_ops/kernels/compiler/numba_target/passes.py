@@ -1,7 +1,7 @@
-"""Choose the passes of Numba that a kernel takes, without what they do for other programs.
+"""The Numba passes that a kernel needs, without the parts for other programs.
 
-Numba analyses the lives of all variables again after each of four passes. Where a function is no
-generator, only lifted loops, object mode and deletions read that, and a kernel has none of them.
+Numba repeats the analysis of variables' lifetimes after each of four passes. Except in generators,
+only lifted loops, object mode and deletions use it, and a kernel has none of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Passes(PassManager):
 
 @functools.cache
 def pipeline(name: str) -> PassManager:
-    """Make the list of passes: none for with, exceptions, literal_unroll, inlining and arrays."""
+    """Make the pass pipeline, without with, exceptions, literal_unroll, inlining and arrays."""
     passes = _Passes(name)
     passes.add_pass(_Translate, "translate bytecode to Numba's IR")
     passes.add_pass(FixupArgs, "mend arguments")
@@ -92,7 +92,10 @@ class _Translate(TranslateByteCode):
 
 
 def _skip_caches(code: bytecode.ByteCode) -> None:
-    """Take out the caches of Python 3.11, half of its bytecode. Numba does it for later ones."""
+    """Remove the CACHE entries of Python 3.11, half of its bytecode.
+
+    Numba removes them for later versions.
+    """
     steps = [step for step in code if step.opname != "CACHE"]
     for step, following in itertools.pairwise(steps):
         step.next = following.offset
@@ -112,7 +115,7 @@ class _ProcessIR(IRProcessing):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _InlineClosures(InlineClosureLikes):
-    """Inline closures only where there are any: to look for them takes 4 ms a function."""
+    """Inline closures only if there are any: Numba's pass takes 4 ms for each function."""
 
     _name = "foo_ops_inline_closures"
 
@@ -124,8 +127,9 @@ class _InlineClosures(InlineClosureLikes):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _ReplaceConstants(RewriteSemanticConstants):
-    """Replace ``x.ndim``, too, where the type of an argument says it, and comparisons of texts: so
-    that a branch for another number of dimensions, or another text, is removed, and not compiled.
+    """Also replace ``x.ndim``, if an argument's type has it, and comparisons of texts.
+
+    A branch for another number of dimensions, or another text, is then removed, and not compiled.
     """
 
     _name = "foo_ops_replace_constants"
@@ -190,7 +194,7 @@ class _StripPhis(PreLowerStripPhis):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _HandOut(NoPythonBackend):
-    """Hand out the function without Numba's IR, which the types of its parts keep alive."""
+    """Return the function without the types of its parts, which keep Numba's IR alive."""
 
     _name = "foo_ops_hand_out"
 

@@ -1,8 +1,8 @@
-"""Lower loops over range in a quarter of the instructions that Numba makes of one.
+"""Lower loops over range to a quarter of Numba's instructions.
 
-Numba builds each range, each iterator and each pair of (next number, whether there is one) in
-memory, and decides at run time how many numbers there are. LLVM removes all that, but it is half of
-what LLVM reads of a kernel of attention.
+Numba builds each range, each iterator and each pair (next number, whether there is one) in memory,
+and counts the numbers at run time. LLVM removes all that, but it is half of LLVM's input for an
+attention kernel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numba.core.typing import Signature
 
 registry = Registry("foo_ops ranges")
 
-# A range is start, stop, step. Its iterator is a pointer to the next number, stop (here undefined),
-# step, and a pointer to how many there still are. So Numba has them, whose len() reads a range.
+# Numba's layouts, which its len() reads: a range is start, stop, step; an iterator is a pointer to
+# the next number, stop (undefined here), step, and a pointer to the remaining count.
 _STEP, _NEXT, _COUNT = 2, 0, 3
 
 
 def part_of(builder: ir.IRBuilder, struct: ir.Value, position: int) -> ir.Value:
-    """Return a field of a struct: the very value that was put there, where that is known."""
+    """Return a field of a struct: the value that was inserted there, if it is known."""
     inserted = struct
     while isinstance(inserted, ir.InsertValue):
         if list(inserted.indices) == [position]:
@@ -64,7 +64,7 @@ def _slot(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _count(builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: ir.Value) -> ir.Value:
-    """Count the numbers; zero or less where there are none. A step of zero has none."""
+    """Return the count of numbers; zero or less if there are none, as with a step of zero."""
     zero, one, minus_one = (step.type(value) for value in (0, 1, -1))
     distance = stop if start == zero else builder.sub(stop, start)
     if step == one:

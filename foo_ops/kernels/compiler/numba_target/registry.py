@@ -1,4 +1,4 @@
-"""Hold what functions of Python mean in kernels, and in no other code that Numba compiles."""
+"""Registries of Python functions' meanings in kernels, and in no other code of Numba."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ signatures = templates.Registry()
 def define_signature(
     function: Callable[..., Any], find: Callable[[tuple[Any, ...]], Any | None]
 ) -> None:
-    """Let ``find`` tell the signature for types of arguments, before Numba's own signatures."""
+    """Let ``find`` choose the signature for argument types, before Numba's own signatures."""
 
     class Template(templates.AbstractTemplate):
-        # Where signatures are found for a target, those for all targets come after them.
+        # Signatures with a target take precedence over those for all targets.
         metadata: ClassVar[dict[str, str]] = {"target": NAME}
 
         def generic(self, args: tuple[Any, ...], kws: Any) -> Any | None:

@@ -1,13 +1,11 @@
-"""Define a target of Numba for kernels: it turns a function and all that it calls into one LLVM
-module.
+"""A Numba target for kernels, which turns a function and its callees into one LLVM module.
 
-Numba's own target for processors makes machine code of each function on its way, together with
-wrappers for calls from Python, and links and optimises again for each function that calls it. A
-kernel needs none of that but the whole, once, at the end: a tenth of a second for a function and
-not a fifth.
+Numba's CPU target compiles each function to machine code, with wrappers for calls from Python, and
+links and optimises again for each caller. A kernel only needs the whole, once, at the end: a tenth
+of a second for a function, not a fifth.
 
-Functions are written with plain ``numba.njit``. Arguments that are constants are typed as any other
-number is, so that a function is compiled once and not for each constant.
+Functions are written with ``numba.njit``, without options. Constant arguments are typed like any
+other number, so that a function is compiled once, not for each constant.
 """
 
 from __future__ import annotations
@@ -52,18 +50,20 @@ from foo_ops.kernels.compiler.numba_target.passes import pipeline
 from foo_ops.kernels.compiler.numba_target.registry import NAME
 from foo_ops.kernels.compiler.processor import target
 
-# Instructions of a function that is inlined wherever it is called.
+# Functions of at most this many instructions are inlined into all callers.
 SMALL = 80
 
 
 class _Module:
-    """LLVM's module of a function, as bytes: as Python's objects it has fifty times the size, and
-    would be written as text again for each kernel that calls the function.
+    """The LLVM module of a function, as bitcode.
+
+    Python objects would take fifty times the memory, and be formatted as text again for each kernel
+    that calls the function.
 
     Attributes:
-        bitcode: for LLVM.
+        bitcode: the module's LLVM bitcode.
         sizes: the number of instructions of each function that may be inlined.
-        calls: how often each function is called.
+        calls: the number of calls of each function.
     """
 
     def __init__(self, module: ir.Module) -> None:
@@ -81,7 +81,7 @@ class _Module:
 
 
 class _Library(codegen.CodeLibrary):
-    """The LLVM of a function, and the libraries of those that it calls."""
+    """The LLVM modules of a function, and the libraries of the functions that it calls."""
 
     def __init__(self, codegen: codegen.Codegen, name: str) -> None:
         super().__init__(codegen, name)
@@ -107,7 +107,7 @@ class _Library(codegen.CodeLibrary):
         raise NotImplementedError("a function of a kernel is assembled with the whole kernel")
 
     def modules(self) -> Iterator[_Module]:
-        """Yield the modules of this function and of all that it calls, each once."""
+        """Yield the modules of this function and of all its callees, each once."""
         seen, waiting = {self}, [self]
         while waiting:
             library = waiting.pop()
@@ -118,7 +118,7 @@ class _Library(codegen.CodeLibrary):
 
 
 class _Codegen(codegen.Codegen):
-    """Makes modules, for the processor that kernels are compiled for."""
+    """Makes modules for the processor that kernels are compiled for."""
 
     _library_class = _Library
 
@@ -138,8 +138,9 @@ class _Codegen(codegen.Codegen):
 
 
 class _RefreshedIfNew:
-    """A context that refreshes only when something is registered; Numba does it 1200 times a
-    kernel.
+    """A context that refreshes only if something was registered.
+
+    Numba would refresh 1200 times for a kernel.
     """
 
     _registries: Mapping[Any, Any]
@@ -149,7 +150,7 @@ class _RefreshedIfNew:
         count = self._registrations()
         if self._known != count:
             super().refresh()  # type: ignore[misc]
-            # Not the count of now: what refresh itself imports may come too late for it.
+            # The count from before refresh: registrations by its own imports may need another one.
             self._known = count
 
     def _registrations(self) -> int:
@@ -162,17 +163,15 @@ class _RefreshedIfNew:
 
 
 class _TypingContext(_RefreshedIfNew, BaseContext):
-    """A context that remembers what it found out: nine times out of ten a kernel asks for the
-    same.
-    """
+    """A context that caches signatures and types: nine of ten lookups of a kernel repeat."""
 
     def init(self) -> None:
         self._signatures: dict[Any, Any] = {}
-        # By id, with the value, so that no other one gets the id.
+        # By id, with the value, which keeps it alive so that no other value gets the id.
         self._types: dict[int, tuple[Any, types.Type]] = {}
 
     def _load_builtins(self) -> None:
-        """Load what is imported here, and not arrays, sets and dictionaries, which takes 0.4 s."""
+        """Load the modules imported here, not arrays, sets and dictionaries, which take 0.4 s."""
         self._signatures.clear()
         self._types.clear()
         self.install_registry(templates.builtin_registry)
@@ -182,7 +181,7 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
         self.install_registry(registry.signatures)
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
-        # A function of Numba's language may be about to be compiled.
+        # Not cached: a jitted function may not be compiled yet.
         if not isinstance(func, types.Function):
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args), tuple(sorted(dict(kws).items()))
@@ -201,7 +200,7 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
     def _type_of_function(self, value: Any) -> types.Type:
         if isinstance(value, CPUDispatcher):
             value = _dispatcher_of(value)
-        # Numba would first ask whether range is a list of its own, and import that.
+        # Numba would first check whether range is one of its own lists, and import those.
         known = self._lookup_global(value) if isinstance(value, type) else None
         return super().resolve_value_type(value) if known is None else known
 
@@ -216,7 +215,7 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathimpl.registry)
-        # The last of two implementations counts.
+        # A later registry overrides an earlier one.
         self.install_registry(builtin_registry)
         self.install_registry(ranges.registry)
         self.install_registry(registry.functions)
@@ -232,16 +231,16 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
         return CallingConvention(self)
 
     def post_lowering(self, module: ir.Module, library: _Library) -> None:
-        """Leave out Numba's runtime, which counts references."""
+        """Do nothing: leaves out Numba's runtime, which counts references."""
 
     def create_cpython_wrapper(self, *args: Any, **kwargs: Any) -> None:
-        """Make no wrapper, since nobody calls a function of a kernel from Python."""
+        """Do nothing: a kernel's function is not called from Python."""
 
     def create_cfunc_wrapper(self, *args: Any, **kwargs: Any) -> None:
-        """Make no wrapper here; the kernel as a whole gets one."""
+        """Do nothing: only the kernel as a whole gets a C wrapper."""
 
     def get_executable(self, library: _Library, fndesc: Any, env: Any) -> Any:
-        """Return what tells compiled functions apart. There is no machine code to call yet."""
+        """Return an object that identifies the function. There is no machine code to call yet."""
         return _dynfunc.make_function(
             fndesc.lookup_module(), fndesc.qualname.split(".")[-1], "", 0, env, (library,)
         )
@@ -260,7 +259,7 @@ class _Descriptor(TargetDescriptor):
 
 
 class _Target(CPU):
-    """Takes what is registered for all processors."""
+    """Inherits everything that is registered for all CPUs."""
 
 
 _descriptor = _Descriptor(NAME)
@@ -301,17 +300,17 @@ def compile_module(
     *,
     vectorizes: bool,
 ) -> llvm.ModuleRef:
-    """Make the LLVM module of a function, which a C function ``entry`` calls with its arguments.
+    """Make the LLVM module of a function, with a C function ``entry`` that calls it.
 
-    Where LLVM ``vectorizes`` its loops, functions are emitted for vectors, too. To be used under
-    Numba's global compiler lock.
+    If LLVM ``vectorizes`` its loops, vector versions of functions are emitted, too. The caller must
+    hold Numba's global compiler lock.
     """
     flags = compiler.Flags()
-    # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
+    # Division by zero gives infinity or NaN, as in NumPy, since a kernel cannot raise.
     flags.error_model = "numpy"
     context = _descriptor.target_context
     context.vectorizes = vectorizes
-    # Without the override, Numba loads its own target too, and with it all that it knows of arrays.
+    # Without the override, Numba would also load its own target, with all array support.
     with target_override(NAME):
         result = compiler.compile_extra(
             _descriptor.typing_context, context, function, argument_types, types.void, flags, {},
@@ -328,7 +327,7 @@ def compile_module(
 
 
 def _mark_inlined(whole: llvm.ModuleRef, modules: list[_Module]) -> None:
-    """Mark the functions that are called from one place, and those that are small."""
+    """Mark functions for inlining that are called from one place or are small."""
     calls: collections.Counter[str] = sum((it.calls for it in modules), collections.Counter())
     for name, size in itertools.chain.from_iterable(it.sizes.items() for it in modules):
         if calls[name] == 1 or size <= SMALL:
@@ -338,9 +337,7 @@ def _mark_inlined(whole: llvm.ModuleRef, modules: list[_Module]) -> None:
 def _c_wrapper(
     context: _Context, result: Any, argument_types: tuple[types.Type, ...], entry: str
 ) -> ir.Module:
-    """Make the C function ``entry``, which also calls what Numba's calling convention does not
-    name.
-    """
+    """Make the C function ``entry``, which calls the compiled function."""
     module = context.create_module("c_wrapper")
     inner = context.declare_function(module, result.fndesc)
     values = [context.get_value_type(type_) for type_ in argument_types]

@@ -1,7 +1,7 @@
-"""Let texts be arguments of kernels: constants, of which nothing is left in compiled code.
+"""Texts as arguments of kernels: constants that leave nothing in compiled code.
 
-The text is part of the argument's type. What compares it with constants is a constant itself, so
-that of ``if mode == "same":`` one branch is removed, and not compiled.
+The text is part of the argument's type. Comparing it with a constant is a constant itself, so that
+one branch of ``if mode == "same":`` is removed, and not compiled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ register_model(Text)(models.OpaqueModel)
 
 
 class _Unknown:
-    """Stands for what is no text, None or tuple of these."""
+    """Marks a value that is not a text, None or a tuple of these."""
 
 
 _UNKNOWN = _Unknown()
-# Stands for an argument that is neither a text nor None.
+# Marks an argument that is neither a text nor None.
 _GIVEN = _Unknown()
 
 
 def fold_comparisons(state: Any) -> None:
-    """Replace comparisons of texts, and those of arguments with None, by what they give."""
+    """Replace comparisons of texts, and of arguments with None, by their results."""
     for block in state.func_ir.blocks.values():
         for assignment in block.find_insts(ir.Assign):
             result = _result(state, assignment.value)
@@ -64,7 +64,7 @@ def _result(state: Any, expression: Any) -> bool | None:
 
 
 def _known(state: Any, variable: ir.Var) -> Any:
-    """Return the text, None or tuple of these that a variable always is."""
+    """Return the constant text, None or tuple of these that a variable holds, or a marker."""
     definition = guard(get_definition, state.func_ir, variable)
     if isinstance(definition, ir.Arg):
         type_ = state.args[definition.index]
