@@ -20,7 +20,7 @@ SOURCES = sorted(
 PATH = re.compile(r"(?<![\w/.:<~-])(?:\.\./)*(?:[\w.-]+/)+[\w-]+\.(?:py|cpp|h|md)\b")
 # A name alone is that of some file of the repository.
 NAME = re.compile(r"(?<![\w/.-])[a-z_]\w*\.(?:py|cpp|h)\b")
-NAMES = {"llama.cpp", "script.py", *(Path(source).name for source in SOURCES)}
+NAMES = {"llama.cpp", "script.py", "setup.py", *(Path(source).name for source in SOURCES)}
 # Folders of PyTorch's, and of what programs write.
 OTHERS = ("ATen/", "c10/", "torch/", "test/", "build/", "benchmarks/results/")
 
