@@ -17,6 +17,9 @@ from numba.core.typing.templates import (
     infer_global,
     signature,
 )
+
+# Registers slices.
+from numba.cpython import slicing  # noqa: F401
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from foo_ops.kernels.compiler.kernel import WRONG_INDEX
