@@ -9,8 +9,22 @@ import pytest
 from support.processes import python
 
 REPOSITORY = Path(__file__).parents[2]
-# Its blocks are one program.
-TUTORIAL = "docs/kit.md"
+# Documents whose blocks are one program, and some of what it prints.
+PROGRAMS = {
+    "docs/kit.md": (
+        "tutorial::mish(Tensor x) -> Tensor",
+        "log_sum_exp: input must have a dimension, got none",
+        "tutorial::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'",
+    ),
+    "docs/kernels_way.md": (
+        "way::leaky_(Tensor(a!) x) -> Tensor(a!)",
+        "['way::leaky', 'way::leaky.out', 'way::leaky_']",
+        "loop (int64*, int64*, int64, int64, int64*)",
+        "\ndefine float @_ZN8__main__5leaky",
+        "1 function, ",
+        "tensor([-0.2000,  3.0000])\nNumba is imported: False",
+    ),
+}
 PAGES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("docs/**/*.md"))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +59,7 @@ def blocks(document, kind=BLOCK):
     return [textwrap.dedent(block) for _, block in kind.findall(text_of(document))]
 
 
-@pytest.mark.parametrize("document", [it for it in DOCUMENTS if it != TUTORIAL and blocks(it)])
+@pytest.mark.parametrize("document", [it for it in DOCUMENTS if it not in PROGRAMS and blocks(it)])
 def test_blocks_run(document):
     process = python(PAGE, input=json.dumps(blocks(document)))
     assert process.returncode == 0, process.stderr
@@ -62,18 +76,15 @@ def test_a_block_that_fails_is_named():
     ]
 
 
-def test_tutorial(tmp_path):
-    file = tmp_path / "tutorial.py"
-    file.write_text("\n".join(blocks(TUTORIAL)))
+@pytest.mark.parametrize("document", PROGRAMS)
+def test_programs_run(document, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("\n".join(blocks(document)))
     program = f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"
     process = python(PAGE, input=json.dumps([program]))
     assert process.returncode == 0, process.stderr
-    assert "tutorial::mish(Tensor x) -> Tensor" in process.stdout
-    assert "log_sum_exp: input must have a dimension, got none" in process.stdout
-    message = (
-        "tutorial::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'"
-    )
-    assert message in process.stdout
+    for line in PROGRAMS[document]:
+        assert line in process.stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
