@@ -1,4 +1,4 @@
-"""The operators of docs/kit.md, to compare them with PyTorch's operators."""
+"""The operators of docs/kit.md and docs/kit_reference.md, to compare them with PyTorch's."""
 
 from __future__ import annotations
 

@@ -436,8 +436,9 @@ def tile_kernel(
     - A generator comes as a seed, an int64, for ``language.random(seed, index)``. The seed is drawn
       from the generator, or from the default one of the tensors' device, for each call that is not
       refused.
-    - float, int and bool come as float64, int64 and bool, missing arguments as None; docs/kit.md
-      has all types. Arithmetic with a float64 gives float64; `foo_ops.language.cast` narrows it.
+    - float, int and bool come as float64, int64 and bool, missing arguments as None;
+      docs/kit_reference.md has all types. Arithmetic with a float64 gives float64;
+      `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
       shapes and numbers. They are not initialised. If the fake kernel raises, the call raises and
       nothing is written. This also holds for in-place operators; if ``f_`` has no fake kernel, that

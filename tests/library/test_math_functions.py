@@ -15,7 +15,7 @@ from foo_ops.kernels.compiler.plain_math import MATH
 from foo_ops.kernels.compiler.processor import vector_bits
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-# Units in the last place, as docs/kit.md has them.
+# Units in the last place, as docs/kit_reference.md has them.
 BOUNDS = {
     "sqrt": 0.5,
     **dict.fromkeys(("log", "sin", "cos", "hypot", "cbrt"), 1),
@@ -169,7 +169,7 @@ def test_no_function_calls_the_c_library(dtype, tmp_path, monkeypatch):
 
 
 def test_the_documents_have_the_same_bounds():
-    text = (Path(__file__).parents[2] / "docs/kit.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/kit_reference.md").read_text()
     rows = re.findall(r"^\| (`math[^|]*) \| ([\d.]+) \|", text, flags=re.MULTILINE)
     documented = {
         name: float(bound) for names, bound in rows for name in re.findall(r"`math\.(\w+)`", names)

@@ -14,7 +14,13 @@ PROGRAMS = {
     "docs/kit.md": (
         "tutorial::mish(Tensor x) -> Tensor",
         "log_sum_exp: input must have a dimension, got none",
-        "tutorial::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'",
+    ),
+    "docs/kit_reference.md": (
+        "reduced_error: kind must be 'absolute' or 'square', got 'cubic'",
+        "input has 2 dimensions and must be given as many indices, got 1",
+        "difference: input.row(0)[5] is outside of input, which has shape [2, 5]",
+        "take_rows: indices must be in [0, 5), got 5",
+        "mylib::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'",
     ),
     "docs/kernels_way.md": (
         "way::leaky_(Tensor(a!) x) -> Tensor(a!)",
