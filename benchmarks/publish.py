@@ -1,4 +1,4 @@
-"""Writes figures of a results file into README.md and docs/performance.md, between marks."""
+"""Writes figures of a results file into README.md, docs/index.md and docs/performance.md."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from benchmarks.targets import against_peer, best_peer, speedups
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 README = REPOSITORY / "README.md"
+INDEX = REPOSITORY / "docs" / "index.md"
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 GALLERY = REPOSITORY / "docs" / "flex_attention.md"
 IMAGES = REPOSITORY / "docs" / "images"
@@ -46,13 +47,14 @@ class Published:
     performance: Path = PERFORMANCE
     images: Path = IMAGES
     gallery: Path = GALLERY
+    index: Path = INDEX
 
 
 def publish(content: Content, places: Published, sections: Sequence[str]) -> list[Path]:
-    """Write the figures into the pages, and return these.
+    """Write the figures into the pages, between marks, and return these.
 
-    README gets the summary, and the manual the headline rows with plots, if these are all sections;
-    the gallery gets the speed of its variants.
+    README and the manual's first page get the summary, and the manual the headline rows with plots,
+    if these are all sections; the gallery gets the speed of its variants.
     """
     pages = []
     if GALLERY_SECTION in sections:
@@ -64,9 +66,11 @@ def publish(content: Content, places: Published, sections: Sequence[str]) -> lis
     folder = places.images.name
     images = {f"{folder}/{name}": description for name, description in plots.items()}
     replace_between_marks(places.performance, tables(content, images))
-    front = {f"docs/{folder}/{FRONT_PLOT}": plots[FRONT_PLOT]} if FRONT_PLOT in plots else {}
-    replace_between_marks(places.readme, front_page(content, front))
-    return [*pages, places.performance, places.readme]
+    for page, images_folder in ((places.readme, f"docs/{folder}"), (places.index, folder)):
+        name = f"{images_folder}/{FRONT_PLOT}"
+        front = {name: plots[FRONT_PLOT]} if FRONT_PLOT in plots else {}
+        replace_between_marks(page, front_page(content, front))
+    return [*pages, places.performance, places.readme, places.index]
 
 
 def gallery_speeds(content: Content) -> str:

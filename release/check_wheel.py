@@ -95,8 +95,10 @@ def check_use(wheel: Path, folder: Path) -> None:
 
 
 def quick_starts() -> list[str]:
-    """Return the programs of the README."""
-    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    """Return the programs of the README, but for those that need another package."""
+    text = (REPOSITORY / "README.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return [program for program in programs if "transformers" not in program]
 
 
 if __name__ == "__main__":

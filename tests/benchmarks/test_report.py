@@ -366,11 +366,12 @@ def test_plots_of_nothing(tmp_path):
 
 
 def test_pages_and_images(monkeypatch, tmp_path, content):
+    docs = tmp_path / "docs"
     places = publish.Published(
-        tmp_path / "README.md", tmp_path / "docs" / "performance.md", tmp_path / "docs" / "images"
+        tmp_path / "README.md", docs / "performance.md", docs / "images", index=docs / "index.md"
     )
-    places.performance.parent.mkdir()
-    for page in (places.readme, places.performance):
+    docs.mkdir()
+    for page in (places.readme, places.performance, places.index):
         page.write_text(f"{publish.BEGIN}{publish.END}")
     monkeypatch.setattr(
         report, "SECTIONS", {name: report.SECTIONS[name] for name in content.by_section()}
@@ -382,4 +383,6 @@ def test_pages_and_images(monkeypatch, tmp_path, content):
         assert (places.images / name).is_file()
         assert f"](images/{name})" in places.performance.read_text()
     assert "](docs/images/attention_speed_64.png)" in places.readme.read_text()
-    assert "| attention | " in places.readme.read_text()
+    assert "](images/attention_speed_64.png)" in places.index.read_text()
+    for page in (places.readme, places.index):
+        assert "| attention | " in page.read_text()

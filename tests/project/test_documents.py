@@ -35,6 +35,39 @@ PAGES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("do
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FRONT_PAGES = ("README.md", "docs/index.md")
+# Rows and captions of the tables whose figures the front pages quote: as they stand in the tables,
+# and as they are quoted.
+QUOTED = {
+    "docs/performance.md": {
+        "Llama decoding, bfloat16 | 2": {"3.84": "3.84"},
+        "Llama prefill, bfloat16 | 2": {"1.49": "1.49"},
+        "Llama training step, bfloat16 | 2": {"1.38": "1.38"},
+        "a training step of the demo | 2": {"31319": "31 ms", "44930": "45 ms"},
+        "mish forward, bfloat16, 2048 x 4096 | 2": {"1.94": "1.94"},
+        "squared_error backward, bfloat16, 2048 x 4096 | 1": {"0.76": "0.76"},
+        "abs, no gradient needed | 1": {"1.20": "1.20", "1.04": "1.04"},
+        "int4 in groups of 32, bfloat16, 64 x 2816 x 1024 | 1": {"32.6%": "33 %"},
+        "int4 in groups of 128, bfloat16, 1024 x 2816 x 1024 | 1": {"2.4%": "2 to 33 %"},
+        "attention backward float32 | 2": {"963": "1.0 to"},
+        "attention forward bfloat16 | 2": {"1349": "1.3 seconds"},
+        "AMD EPYC (znver5)": {"foo_ops 0.1.0": "foo_ops 0.1.0"},
+    },
+    "docs/performance_zen4.md": {
+        "Llama decoding, bfloat16 | 2": {
+            "3.22": "3.22",
+            "130": "130",
+            "247": "247",
+            "176": "176",
+            "323": "323",
+        },
+        "Llama prefill, bfloat16 | 2": {"1.33": "1.33"},
+        "Llama training step, bfloat16 | 2": {"1.29": "1.29"},
+        "AMD EPYC (znver4)": {"foo_ops 0.2.0": "foo_ops 0.2.0"},
+    },
+    "docs/performance_avx2.md": {"AMD EPYC (znver3)": {"foo_ops 0.2.0": "(0.2.0)"}},
+    "docs/performance_amx.md": {"Intel(R) Xeon(R)": {"foo_ops 0.1.0": "(0.1.0)"}},
+}
 
 # Runs the blocks of a page, each in a module of its own, and says which of them failed.
 PAGE = """
@@ -168,3 +201,21 @@ def test_a_link_to_a_missing_heading_would_be_noticed():
 
 def test_front_page_is_short():
     assert text_of("README.md").count("\n") <= 150
+
+
+@pytest.mark.parametrize("document", FRONT_PAGES)
+def test_quoted_figures_stand_in_the_tables(document):
+    text = text_of(document)
+    for page, rows in QUOTED.items():
+        lines = [line.removeprefix("| ") for line in text_of(page).splitlines()]
+        for name, figures in rows.items():
+            (row,) = [line for line in lines if line.startswith(name)]
+            for figure, quoted in figures.items():
+                whole = rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)"
+                assert re.search(whole, row), (page, name, figure)
+                assert quoted in text, quoted
+
+
+def test_front_pages_have_one_table():
+    tables = [text_of(it).split("<!-- figures: ")[1].replace("docs/", "") for it in FRONT_PAGES]
+    assert tables[0] == tables[1]

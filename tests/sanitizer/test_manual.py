@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.processes import python
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sanitizer.md").read_text()
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "sanitizer.md").read_text()
 SECTIONS = re.findall(
     r"^### (.*?)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```\n\n```python\n(.*?)```",
     PAGE,
@@ -18,6 +19,11 @@ def run(program, folder):
     path = folder / "program.py"
     path.write_text(program)
     return python(path, folder=folder, FOO_SANITIZER="1")
+
+
+def as_published(printed, folder):
+    printed = re.sub(r"0x[0-9a-f]+", "0x7f0000000040", printed)
+    return printed.replace(f"{folder}/", "").strip()
 
 
 def test_all_kinds_are_there():
@@ -38,11 +44,23 @@ def test_wrong(tmp_path, wrong, finding):
     process = run(wrong, tmp_path)
     assert process.returncode != 0
     printed = re.split("SanitizerError: |foo_ops.sanitizer: ", process.stderr, maxsplit=1)[1]
-    printed = re.sub(r"0x[0-9a-f]+", "0x7f0000000040", printed).replace(f"{tmp_path}/", "")
-    assert printed.strip() == finding.strip()
+    assert as_published(printed, tmp_path) == finding.strip()
 
 
 @pytest.mark.parametrize("right", [right for *_, right in SECTIONS])
 def test_right(tmp_path, right):
     process = run(right, tmp_path)
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_front_page(tmp_path, page):
+    text = (REPOSITORY / page).read_text()
+    ((program, finding),) = re.findall(
+        r"```python\n([^`]*)```\n\n```text\n(race: .*?)```", text, re.S
+    )
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    process = python(path, folder=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert as_published(process.stdout, tmp_path) == finding.strip()
