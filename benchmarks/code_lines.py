@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,9 @@ def _lines_of_code(tokens: list[tokenize.TokenInfo]) -> Iterator[int]:
 
 def report() -> str:
     """Report the lines of the one-file operators: elementwise ones and those of models."""
-    (folder,) = foo_ops.ops.__path__
-    files = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
-    counts = [f"{name} {count(Path(folder) / f'{name}.py')}" for name in ("abs", *files)]
+    names = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
+    files = {it: inspect.getfile(getattr(foo_ops.ops, it)) for it in ("abs", *names)}
+    counts = [f"{name} {count(Path(file))}" for name, file in files.items()]
     return (
         "Lines of code, without comments and docstrings (add_rms_norm is part of rms_norm): "
         f"{', '.join(counts)}."
