@@ -17,7 +17,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mt5 import modeling_mt5
 
-from foo_ops.integrations.transformers import apply, foo_attention_forward, models, replaced
+from foo_ops.integrations.transformers import apply, foo_attention_forward, left_alone, replaced
 from foo_ops.integrations.transformers.attention_layers import (
     in_place_of_sdpa,
     known_eager,
@@ -202,7 +202,7 @@ def test_layers_of_a_module_with_another_eager_function_are_left_alone(monkeypat
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager")
     layer = apply(nn.ModuleDict({"self_attn": kind(config, 0)}))
     assert replaced(layer) == {"rotary_embedding": 1, "linear": 4}
-    assert models(layer) == {
+    assert left_alone(layer) == {
         "self_attn": "its eager_attention_forward does not compute what foo::attention does"
     }
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from foo_ops.integrations.transformers import apply, models, replaced, restore
+from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.attention_layers import (
     FooAttention,
 )
@@ -122,7 +122,7 @@ def test_layers_with_another_forward_are_left_alone():
     layer = model.model.layers[0].self_attn
     layer.forward = types.MethodType(type(layer).forward, layer)
     assert replaced(apply(model))["attention"] == 1
-    assert models(model) == {"model.layers.0.self_attn": "another forward was put in its place"}
+    assert left_alone(model) == {"model.layers.0.self_attn": "another forward was put in its place"}
 
 
 def test_functions_of_others_are_called():
