@@ -26,6 +26,10 @@ INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
 LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
 LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy", "make_gradient_kernel")
+EXPERTS = "foo_ops.kernels.experts.rows"
+GATE = Maker(EXPERTS, "make_gate_kernel")
+GATE_GRADIENT = Maker(EXPERTS, "make_gate_gradient_kernel")
+COMBINE = Maker(EXPERTS, "make_combine_kernel")
 PROGRAM = Maker("foo_ops.kernels.attention.programs", "make_program_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.backward", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.forward", "make_dropout_mask_kernel")
@@ -36,6 +40,7 @@ _PLAIN = {"has_options": False}
 _PROGRAMS = {"has_options": False, "has_programs": True}
 # Epilogues: functions applied to the sums of linear layers.
 _FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
+_ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),
     OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
@@ -66,6 +71,12 @@ _OWN = (
     *(OwnKernel(f"linear_product.{it}", PRODUCT, {"finish": it}) for it in _FINISHES),
     *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
     *(OwnKernel(f"linear_finish.{it}", FINISH, {"finish": it}) for it in _FINISHES),
+    *(OwnKernel(f"experts_gate.{it}", GATE, {"activation": it}) for it in _ACTIVATIONS),
+    *(
+        OwnKernel(f"experts_gate_gradient.{it}", GATE_GRADIENT, {"activation": it})
+        for it in _ACTIVATIONS
+    ),
+    OwnKernel("experts_combine", COMBINE),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})
 KERNELS.families["attention_program"] = (PROGRAM, {})

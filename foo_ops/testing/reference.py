@@ -40,6 +40,80 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output if bias is None else output + bias
 
 
+def groups_of(offsets: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last row of each group, the last one excluded."""
+    first = 0
+    for end in offsets.tolist():
+        yield first, end
+        first = end
+
+
+def grouped_linear(
+    input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply each group of rows by its matrix."""
+    output = input.new_zeros(input.shape[0], weight.shape[1])
+    for group, (first, end) in enumerate(groups_of(offsets)):
+        rows = linear(input[first:end], weight[group], None if bias is None else bias[group])
+        output = output.index_add(0, torch.arange(first, end), rows)
+    return output
+
+
+def activation_of(
+    gate: Tensor,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Activate gates, which are at most ``limit``."""
+    x = gate if limit is None else torch.where(gate > limit, limit, gate)
+    if activation == "silu":
+        return x / (1 + torch.exp(-alpha * x))
+    if activation in ("relu", "relu2"):
+        return torch.where(x < 0, 0, x) ** (2 if activation == "relu2" else 1)
+    if activation == "gelu":
+        return x * torch.special.ndtr(x)
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def factor_of(up: Tensor, *, limit: float | None = None, up_offset: float = 0.0, **_: Any) -> Tensor:
+    """Return the factors of activated gates."""
+    if limit is not None:
+        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
+    return up + up_offset
+
+
+def moe_experts(
+    hidden: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    is_gated: bool = True,
+    is_interleaved: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Add up, for each token, the results of its experts, one expert after the other."""
+    output = hidden.new_zeros(hidden.shape[0], down.shape[1])
+    for expert in range(gate_up.shape[0]):
+        tokens, choices = torch.where(expert_index == expert)
+        x = linear(hidden[tokens], gate_up[expert], gate_up_bias[expert] if gate_up_bias is not None else None)
+        gate, half = x, x.shape[1] // 2
+        if is_gated:
+            gate = x[:, ::2] if is_interleaved else x[:, :half]
+        x_activated = activation_of(gate, **options)
+        if is_gated:
+            x_activated = x_activated * factor_of(x[:, 1::2] if is_interleaved else x[:, half:], **options)
+        rows = linear(x_activated, down[expert], down_bias[expert] if down_bias is not None else None)
+        output = output.index_add(0, tokens, rows * expert_weight[tokens, choices, None])
+    return output
+
+
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply rows by an int8 weight, scale the columns, and add a bias."""
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)

@@ -5,6 +5,7 @@
 #include "ops/attention/parameters.h"
 #include "ops/attention/programs.h"
 #include "ops/elementwise.h"
+#include "ops/experts/rows.h"
 #include "ops/linear/cross_entropy.h"
 #include "ops/linear/product.h"
 #include "ops/linear/quantized.h"
@@ -35,6 +36,9 @@ Agreement agreement() {
   add_struct<ProductBlock>(result);
   add_struct<QuantizedProduct>(result);
   add_struct<CrossEntropy>(result);
+  add_struct<Gate>(result);
+  add_struct<Combine>(result);
+  add_struct<RowRange>(result);
   add_struct<View>(result);
   add_struct<ViewList>(result);
   add_struct<Outside>(result);
@@ -44,6 +48,8 @@ Agreement agreement() {
                       {"ProductFunction", Arguments<ProductFunction>::names()},
                       {"QuantizedFunction", Arguments<QuantizedFunction>::names()},
                       {"CrossEntropyFunction", Arguments<CrossEntropyFunction>::names()},
+                      {"GateFunction", Arguments<GateFunction>::names()},
+                      {"CombineFunction", Arguments<CombineFunction>::names()},
                       {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
                       {"TileFunction", Arguments<TileFunction>::names()}};
 #define FOO_CONSTANT(name) {#name, name}

@@ -10,6 +10,8 @@
 #include "ops/attention/checks.h"
 #include "ops/attention/flex.h"
 #include "ops/attention/int8_cache.h"
+#include "ops/experts/experts.h"
+#include "ops/experts/groups.h"
 #include "ops/linear/cross_entropy.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/quantized.h"
@@ -31,6 +33,11 @@ void bind_linear_checks(py::module_& module) {
              torch::wrap_pybind_function(check_linear_cross_entropy_backward));
   module.def("check_linear_cross_entropy_kept", torch::wrap_pybind_function(check_kept));
   module.def("linear_cross_entropy_kept_sizes", &kept_sizes);
+  module.def("check_grouped_linear", torch::wrap_pybind_function(check_grouped_linear));
+  module.def("check_grouped_linear_backward",
+             torch::wrap_pybind_function(check_grouped_linear_backward));
+  module.def("check_moe_experts", torch::wrap_pybind_function(check_moe_experts));
+  module.def("check_moe_experts_backward", torch::wrap_pybind_function(check_moe_experts_backward));
 }
 
 void bind_attention_checks(py::module_& module) {

@@ -3,6 +3,7 @@
 #include <c10/util/accumulate.h>
 
 #include <array>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
@@ -106,16 +107,31 @@ bool is_adjacent(const at::Tensor& tensor) {
 }
 
 void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut& cut) {
-  run_jobs(product, kernel.get<ProductFunction>(dtype), cut.blocks(product), cut.block(product, 0),
-           [&](int64_t job, int64_t, const auto& call) { call(cut.block(product, job)); });
+  run_all<Product>({{product, kernel.get<ProductFunction>(dtype), cut}});
 }
 
-// Computes the product or its transpose, whichever costs less to pack.
-void run_blocks(const Product& product, at::ScalarType dtype, Kernel& kernel, int64_t parts) {
+// Returns the product or its transpose, whichever costs less to pack.
+Product cheaper_to_pack(const Product& product, at::ScalarType dtype) {
   const Product other = transposed(product);
-  const bool is_cheaper = packing_cost(other, dtype) < packing_cost(product, dtype);
-  const Product& chosen = is_cheaper ? other : product;
+  return packing_cost(other, dtype) < packing_cost(product, dtype) ? other : product;
+}
+
+void run_blocks(const Product& product, at::ScalarType dtype, Kernel& kernel, int64_t parts) {
+  const Product chosen = cheaper_to_pack(product, dtype);
   run(chosen, dtype, kernel, cut_of_blocks(chosen, dtype, parts));
+}
+
+// Returns how to compute a product that is cut into at least `least` blocks.
+ProductCall<Product> call_of(const Product& product, at::ScalarType dtype, int64_t least) {
+  for (const Product& either : {product, transposed(product)}) {
+    if (has_few_rows(either, dtype)) {
+      auto* const kernel = few_rows_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
+      return {either, kernel, cut_of_few_rows(either, least)};
+    }
+  }
+  const Product chosen = cheaper_to_pack(product, dtype);
+  auto* const kernel = product_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
+  return {chosen, kernel, cut_of_blocks(chosen, dtype, 1, least)};
 }
 
 }  // namespace
@@ -180,6 +196,19 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
   } else {
     run_blocks(product, dtype, product_kernels()[finish], second == nullptr ? 1 : 2);
   }
+}
+
+void multiply_all(const std::vector<Product>& products, at::ScalarType dtype) {
+  double work = 0;
+  for (const Product& product : products) work += work_of(product);
+  std::vector<ProductCall<Product>> calls;
+  for (const Product& product : products) {
+    if (product.rows == 0 || product.columns == 0) continue;
+    const double share = work > 0 ? work_of(product) / work : 1.0;
+    const auto least = static_cast<int64_t>(std::ceil(share * least_blocks()));
+    calls.push_back(call_of(product, dtype, least));
+  }
+  if (!calls.empty()) run_all(calls);
 }
 
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right) {

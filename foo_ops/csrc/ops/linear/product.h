@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
+#include "launch/jobs.h"
 #include "launch/layout.h"
 
 namespace foo {
@@ -45,6 +47,12 @@ struct Layout<Product> {
                  output, output_stride);
 };
 static_assert(is_whole<Product>());
+
+// Returns the multiplications of a product.
+inline double work_of(const Product& product) {
+  return static_cast<double>(product.rows) * static_cast<double>(product.columns) *
+         static_cast<double>(product.depth);
+}
 
 // The part of the output that one thread computes.
 struct ProductBlock {
@@ -105,6 +113,9 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
               const std::optional<at::Tensor>& bias = std::nullopt,
               Finish finish = Finish::kNothing, const void* second = nullptr);
 
+// Computes independent products of one dtype, without epilogues, in one parallel loop.
+void multiply_all(const std::vector<Product>& products, at::ScalarType dtype);
+
 // Adds left right^T to contiguous sums in the compute type.
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right);
 
@@ -127,15 +138,19 @@ inline int64_t part_of(int64_t size, int64_t most, int64_t multiple) {
   return count_of(part, multiple) * multiple;
 }
 
+// Returns how many blocks the work of a call is cut into, at least.
+inline int64_t least_blocks() {
+  const int64_t threads = at::get_num_threads();
+  return threads > 1 ? kBlocksOfThread * threads : 1;
+}
+
 struct Cut {
   int64_t rows, columns;
 
-  Cut(const Product& product, int64_t most_rows, int64_t most_columns,
-      int64_t threads = at::get_num_threads())
+  Cut(const Product& product, int64_t most_rows, int64_t most_columns, int64_t least)
       : rows(part_of(product.rows, most_rows, kTile / 2)),
         columns(part_of(product.columns, most_columns, kTile)) {
-    while (threads > 1 && std::max(rows, columns) > kTile &&
-           blocks(product) < kBlocksOfThread * threads) {
+    while (std::max(rows, columns) > kTile && blocks(product) < least) {
       int64_t& larger = rows > columns ? rows : columns;
       larger = part_of(larger, larger - 1, kTile);
     }
@@ -154,8 +169,8 @@ struct Cut {
   }
 };
 
-inline Cut cut_of_few_rows(const Product& product) {
-  return Cut(product, kFewRows, kMostColumnsOfFewRows);
+inline Cut cut_of_few_rows(const Product& product, int64_t least = least_blocks()) {
+  return Cut(product, kFewRows, kMostColumnsOfFewRows, least);
 }
 
 inline int64_t second_cache_bytes() {
@@ -172,11 +187,50 @@ inline int64_t most_rows_of_block() {
 // One half of the second-level cache holds the sums of a block, for each of its `parts` products.
 // The other half holds the block's rows of a section of the left matrix, and panels of the right
 // one.
-inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t parts) {
+inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t parts,
+                         int64_t least = least_blocks()) {
   const int64_t sum_bytes = parts * (dtype == at::kDouble ? 8 : 4);
   const int64_t sums = second_cache_bytes() / 2 / sum_bytes;
   const int64_t rows = most_rows_of_block();
-  return Cut(product, rows, std::max(2 * kTile, sums / rows / kTile * kTile));
+  return Cut(product, rows, std::max(2 * kTile, sums / rows / kTile * kTile), least);
+}
+
+// A product, with its kernel and its blocks.
+template <class AnyProduct>
+struct ProductCall {
+  AnyProduct product;
+  void (*kernel)(const AnyProduct* product, const ProductBlock* block, void* scratch,
+                 int64_t* bytes);
+  Cut cut;
+};
+
+inline const Product& matrices_of(const Product& product) {
+  return product;
+}
+
+// Runs independent products in one parallel loop over all their blocks.
+template <class AnyProduct>
+void run_all(const std::vector<ProductCall<AnyProduct>>& calls) {
+  std::vector<int64_t> first_jobs;
+  int64_t jobs = 0, bytes = 0;
+  for (const auto& [product, kernel, cut] : calls) {
+    first_jobs.push_back(jobs);
+    jobs += cut.blocks(matrices_of(product));
+    const ProductBlock largest = cut.block(matrices_of(product), 0);
+    int64_t bytes_of_call = 0;
+    kernel(&product, &largest, nullptr, &bytes_of_call);
+    bytes = std::max(bytes, bytes_of_call);
+  }
+  share_jobs(jobs, [&](int64_t thread, auto next) {
+    const ScratchMemory scratch(scratch_pool(), thread, bytes);
+    for (int64_t job = next(); job >= 0; job = next()) {
+      const auto after = std::upper_bound(first_jobs.begin(), first_jobs.end(), job);
+      const auto index = after - first_jobs.begin() - 1;
+      const auto& [product, kernel, cut] = calls[index];
+      const ProductBlock block = cut.block(matrices_of(product), job - first_jobs[index]);
+      kernel(&product, &block, scratch.get(), nullptr);
+    }
+  });
 }
 
 }  // namespace foo

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/symbols.h"
@@ -70,8 +69,7 @@ at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
   auto* const kernel = kernel_of_size.get<QuantizedFunction>(output.scalar_type());
   const Cut cut = is_few ? cut_of_few_rows(product.product)
                          : cut_of_blocks(product.product, output.scalar_type(), 1);
-  run_jobs(product, kernel, cut.blocks(product.product), cut.block(product.product, 0),
-           [&](int64_t job, int64_t, const auto& call) { call(cut.block(product.product, job)); });
+  run_all<QuantizedProduct>({{product, kernel, cut}});
   return output;
 }
 

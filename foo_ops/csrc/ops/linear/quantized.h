@@ -33,6 +33,10 @@ struct Layout<QuantizedProduct> {
 };
 static_assert(is_whole<QuantizedProduct>());
 
+inline const Product& matrices_of(const QuantizedProduct& product) {
+  return product.product;
+}
+
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 

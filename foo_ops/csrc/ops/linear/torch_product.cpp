@@ -253,11 +253,6 @@ Form form_of(const Product& product, Finish finish) {
   return product.has_bias ? Form::kBias : Form::kForward;
 }
 
-double work_of(const Product& product) {
-  return static_cast<double>(product.rows) * static_cast<double>(product.columns) *
-         static_cast<double>(product.depth);
-}
-
 }  // namespace
 
 Family products_family() {
@@ -326,7 +321,7 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
     int64_t& side = cuts_rows ? rows : columns;
     side = count_of(side, 2);
   }
-  return Cut(product, rows, columns, /*threads=*/1);
+  return Cut(product, rows, columns, /*least=*/1);
 }
 
 // Calls work(thread, block) for each block of a product. There are at least two jobs: a single one
