@@ -30,6 +30,7 @@ __all__ = [
     "linear_int8",
     "linear_silu_mul",
     "moe_experts",
+    "moe_experts_quantized",
     "quantize_cache",
     "quantize_weight",
     "rms_norm",

@@ -37,6 +37,8 @@ void bind_linear_checks(py::module_& module) {
   module.def("check_grouped_linear_backward",
              torch::wrap_pybind_function(check_grouped_linear_backward));
   module.def("check_moe_experts", torch::wrap_pybind_function(check_moe_experts));
+  module.def("check_moe_experts_quantized",
+             torch::wrap_pybind_function(check_moe_experts_quantized));
   module.def("check_moe_experts_backward", torch::wrap_pybind_function(check_moe_experts_backward));
 }
 

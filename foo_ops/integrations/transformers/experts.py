@@ -30,8 +30,8 @@ from foo_ops.integrations.transformers.replacement import (
     stand_in,
 )
 from foo_ops.library.operators import FLOATING
-from foo_ops.ops.grouped_linear import grouped_linear
-from foo_ops.ops.moe_experts import ACTIVATIONS, activate, moe_experts
+from foo_ops.ops.experts.grouped_linear import grouped_linear
+from foo_ops.ops.experts.mixture import ACTIVATIONS, activate, moe_experts
 
 NAME = "foo"
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

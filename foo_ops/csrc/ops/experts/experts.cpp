@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -30,18 +31,42 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "moe_experts";
 
-// Returns the rows' products with the matrix of their expert, and zeros for choices of no expert.
-Tensor project(const Tensor& rows, const Tensor& matrices, const OptionalTensor& bias,
-               const Routing& routing) {
+// Returns a matrix for the projections of all choices, with zeros for those of no expert.
+Tensor make_projections(const Tensor& rows, int64_t columns, const Routing& routing) {
   const auto choices = static_cast<int64_t>(routing.places.size());
-  const Tensor output = new_tensor({choices, matrices.size(1)}, rows.options());
+  const Tensor output = new_tensor({choices, columns}, rows.options());
   if (choices > routing.rows()) output.narrow(0, routing.rows(), choices - routing.rows()).zero_();
-  const GroupMatrices groups(matrices);
-  std::vector<Product> products;
-  add_forward(products, output, rows, groups, bias, routing.starts);
-  multiply_all(products, rows.scalar_type());
   return output;
 }
+
+// The matrices of all experts, and their biases: ``project`` multiplies rows by that of their
+// expert.
+struct Layer {
+  const Tensor& matrices;
+  const OptionalTensor& bias;
+
+  Tensor project(const Tensor& rows, const Routing& routing) const {
+    const Tensor output = make_projections(rows, matrices.size(1), routing);
+    const GroupMatrices groups(matrices);
+    std::vector<Product> products;
+    add_forward(products, output, rows, groups, bias, routing.starts);
+    multiply_all(products, rows.scalar_type());
+    return output;
+  }
+};
+
+struct QuantizedLayer {
+  QuantizedWeights weights;
+  const OptionalTensor& bias;
+
+  Tensor project(const Tensor& rows, const Routing& routing) const {
+    const Tensor output = make_projections(rows, weights.weight.size(1), routing);
+    std::vector<ProductCall<QuantizedProduct>> calls;
+    add_quantized_forward(calls, output, rows, weights, bias, routing.starts);
+    if (!calls.empty()) run_all(calls);
+    return output;
+  }
+};
 
 Tensor in_compute_type(const Tensor& weight, const Tensor& hidden) {
   return weight.to(hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
@@ -50,14 +75,13 @@ Tensor in_compute_type(const Tensor& weight, const Tensor& hidden) {
 using Trained = std::tuple<Tensor, Tensor>;
 
 // Returns the output, and the projections, which a backward pass needs.
+template <class AnyLayer>
 Trained run(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight,
-            const Tensor& gate_up, const Tensor& down, const OptionalTensor& gate_up_bias,
-            const OptionalTensor& down_bias, const GateOptions& options) {
-  const Routing routing = route(expert_index, gate_up.size(0));
+            int64_t experts, const AnyLayer& up, const AnyLayer& down, const GateOptions& options) {
+  const Routing routing = route(expert_index, experts);
   const int64_t tokens = hidden.size(0), top_k = expert_index.size(1);
-  const Tensor rows = gather(hidden, routing, top_k);
-  const Tensor projected = project(rows, gate_up, gate_up_bias, routing);
-  const Tensor results = project(activate(projected, options), down, down_bias, routing);
+  const Tensor projected = up.project(gather(hidden, routing, top_k), routing);
+  const Tensor results = down.project(activate(projected, options), routing);
   const Tensor weight = in_compute_type(expert_weight, hidden);
   return {combine(results, routing, tokens, top_k, weight), projected};
 }
@@ -69,7 +93,8 @@ Trained moe_experts_training(const Tensor& hidden, const Tensor& expert_index,
                              double alpha, std::optional<double> limit, double up_offset) {
   check_moe_experts(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias,
                     activation, is_gated, alpha, limit);
-  return run(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias,
+  return run(hidden, expert_index, expert_weight, gate_up.size(0), Layer{gate_up, gate_up_bias},
+             Layer{down, down_bias},
              {activation, is_gated, is_interleaved, alpha, limit, up_offset});
 }
 
@@ -81,6 +106,32 @@ Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tenso
   return std::get<0>(moe_experts_training(hidden, expert_index, expert_weight, gate_up, down,
                                           gate_up_bias, down_bias, activation, is_gated,
                                           is_interleaved, alpha, limit, up_offset));
+}
+
+// Returns the number of steps that share a scale, for weights of 4 bits.
+int64_t group_size_of(const Tensor& weight, const Tensor& scale) {
+  return scale.dim() == 2 || scale.size(2) == 0 ? 32 : 2 * weight.size(2) / scale.size(2);
+}
+
+Tensor moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
+                             const Tensor& expert_weight, const Tensor& gate_up,
+                             const Tensor& gate_up_scale, const OptionalTensor& gate_up_zero,
+                             const Tensor& down, const Tensor& down_scale,
+                             const OptionalTensor& down_zero, const OptionalTensor& gate_up_bias,
+                             const OptionalTensor& down_bias, std::string_view activation,
+                             bool is_gated, bool is_interleaved, double alpha,
+                             std::optional<double> limit, double up_offset) {
+  check_moe_experts_quantized(hidden, expert_index, expert_weight, gate_up, gate_up_scale,
+                              gate_up_zero, down, down_scale, down_zero, gate_up_bias, down_bias,
+                              activation, is_gated, alpha, limit);
+  const auto weights = [](const Tensor& weight, const Tensor& scale, const OptionalTensor& zero) {
+    return make_quantized_weights(weight, scale, zero, group_size_of(weight, scale));
+  };
+  return std::get<0>(
+      run(hidden, expert_index, expert_weight, gate_up.size(0),
+          QuantizedLayer{weights(gate_up, gate_up_scale, gate_up_zero), gate_up_bias},
+          QuantizedLayer{weights(down, down_scale, down_zero), down_bias},
+          {activation, is_gated, is_interleaved, alpha, limit, up_offset}));
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -132,7 +183,7 @@ Gradients run_backward(const Tensor& grad_output, const Tensor& hidden, const Te
   const Tensor none = at::empty({0}, hidden.options());
   const Tensor rows = gather(hidden, routing, top_k);
   const Tensor projected =
-      (kept.has_value() ? kept->contiguous() : project(rows, gate_up, gate_up_bias, routing))
+      (kept.has_value() ? kept->contiguous() : Layer{gate_up, gate_up_bias}.project(rows, routing))
           .narrow(0, 0, routing.rows());
   const Tensor grad = gather(grad_output, routing, top_k);
   const GroupMatrices up_matrices(gate_up), down_matrices(down);
@@ -213,7 +264,9 @@ Gradients moe_experts_backward(const Tensor& grad_output, const Tensor& hidden,
                       {activation, is_gated, is_interleaved, alpha, limit, up_offset});
 }
 
-void check_choices(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight) {
+void check_tokens(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight) {
+  check_dtype(kName, "hidden", hidden);
+  check_dimensions(kName, "hidden", hidden, 2, "(T, K)");
   check_dimensions(kName, "expert_index", expert_index, 2, "(T, top_k)");
   check_dimensions(kName, "expert_weight", expert_weight, 2, "(T, top_k)");
   for (const auto& [argument, tensor] :
@@ -233,6 +286,68 @@ void check_choices(const Tensor& hidden, const Tensor& expert_index, const Tenso
                    " as hidden is, got ", dtype_name(dtype));
 }
 
+// `columns` are those of down.
+void check_pair(const Tensor& gate_up, const Tensor& down, const c10::SymInt& columns,
+                bool is_gated) {
+  TORCH_CHECK_VALUE(!is_gated || holds((gate_up.sym_size(1) % 2).sym_eq(0)), kName,
+                    ": gate_up must have an even number of rows, gates and their factors, got ",
+                    gate_up.sym_size(1));
+  check_count(kName, "down", "matrices", down.sym_size(0), gate_up.sym_size(0), "gate_up has");
+  const c10::SymInt activated = is_gated ? gate_up.sym_size(1) / 2 : gate_up.sym_size(1);
+  check_count(kName, "down", "columns", columns, activated,
+              is_gated ? "gate_up has gates" : "gate_up has rows");
+}
+
+void check_biases(const Tensor& hidden, const Tensor& gate_up, const Tensor& down,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias) {
+  for (const auto& [argument, bias, of, matrices] :
+       {std::tuple("gate_up_bias", gate_up_bias, "gate_up", gate_up),
+        {"down_bias", down_bias, "down", down}}) {
+    if (!bias.has_value()) continue;
+    check_like(kName, argument, *bias, "hidden", hidden);
+    check_group_bias(kName, argument, *bias, of, matrices);
+  }
+}
+
+// Two weights of 4 bits share a byte.
+c10::SymInt steps_of(const Tensor& weight, const OptionalTensor& zero) {
+  return zero.has_value() ? 2 * weight.sym_size(2) : weight.sym_size(2);
+}
+
+// Checks weights of 8 bits, with a scale for each row; or of 4 bits, with scale and zero for each
+// group of steps.
+void check_integers(const char* argument, const Tensor& weight, const Tensor& scale,
+                    const OptionalTensor& zero, const Tensor& hidden) {
+  const bool has_groups = zero.has_value();
+  const std::string scale_name = std::string(argument) + "_scale";
+  const std::string zero_name = std::string(argument) + "_zero";
+  const at::ScalarType dtype = has_groups ? at::kByte : at::kChar;
+  check_dimensions(kName, argument, weight, 3, has_groups ? "(E, N, K / 2)" : "(E, N, K)");
+  TORCH_CHECK_VALUE(weight.device() == hidden.device(), kName, ": ", argument, " must be on ",
+                    hidden.device(), " as hidden is, got ", weight.device());
+  TORCH_CHECK_TYPE(weight.scalar_type() == dtype, kName, ": ", argument, " must be ",
+                   dtype_name(dtype), has_groups ? " with" : " without", " zeros, got ",
+                   dtype_name(weight.scalar_type()));
+  check_dimensions(kName, scale_name.c_str(), scale, has_groups ? 3 : 2,
+                   has_groups ? "(E, N, K / group_size)" : "(E, N)");
+  check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
+  const std::string has = std::string(argument) + " has";
+  check_count(kName, scale_name.c_str(), "matrices", scale.sym_size(0), weight.sym_size(0),
+              has.c_str());
+  check_count(kName, scale_name.c_str(), "rows", scale.sym_size(1), weight.sym_size(1),
+              has.c_str());
+  if (!has_groups) return;
+  const c10::SymInt steps = steps_of(weight, zero), groups = scale.sym_size(2);
+  const auto is_of = [&](int64_t size) { return holds((groups * size).sym_eq(steps)); };
+  TORCH_CHECK_VALUE(is_of(32) || is_of(64) || is_of(128), kName, ": ", scale_name,
+                    " must have a column for each 32, 64 or 128 of the ", steps, " steps of ",
+                    argument, ", got ", groups);
+  check_like(kName, zero_name.c_str(), *zero, "hidden", hidden);
+  TORCH_CHECK_VALUE(zero->dim() == 3 && have_sizes(zero->sym_sizes(), scale.sym_sizes()), kName,
+                    ": ", zero_name, " must have the shape ", scale.sym_sizes(), " of ", scale_name,
+                    ", got ", zero->sym_sizes());
+}
+
 }  // namespace
 
 void check_moe_experts(const Tensor& hidden, const Tensor& expert_index,
@@ -240,25 +355,32 @@ void check_moe_experts(const Tensor& hidden, const Tensor& expert_index,
                        const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                        std::string_view activation, bool is_gated, double alpha,
                        std::optional<double> limit) {
-  check_dtype(kName, "hidden", hidden);
-  check_dimensions(kName, "hidden", hidden, 2, "(T, K)");
-  check_choices(hidden, expert_index, expert_weight);
+  check_tokens(hidden, expert_index, expert_weight);
   check_dimensions(kName, "gate_up", gate_up, 3, is_gated ? "(E, 2 N, K)" : "(E, N, K)");
   check_like(kName, "gate_up", gate_up, "hidden", hidden);
   check_count(kName, "gate_up", "columns", gate_up.sym_size(2), hidden.sym_size(1), "hidden has");
-  TORCH_CHECK_VALUE(!is_gated || holds((gate_up.sym_size(1) % 2).sym_eq(0)), kName,
-                    ": gate_up must have an even number of rows, gates and their factors, got ",
-                    gate_up.sym_size(1));
-  check_dimensions(kName, "down", down, 3, "(E, K, N)");
+  check_dimensions(kName, "down", down, 3, "(E, L, N)");
   check_like(kName, "down", down, "hidden", hidden);
-  check_count(kName, "down", "matrices", down.sym_size(0), gate_up.sym_size(0), "gate_up has");
-  const c10::SymInt activated = is_gated ? gate_up.sym_size(1) / 2 : gate_up.sym_size(1);
-  check_count(kName, "down", "columns", down.sym_size(2), activated,
-              is_gated ? "gate_up has gates" : "gate_up has rows");
-  if (gate_up_bias.has_value()) {
-    check_group_bias(kName, "gate_up_bias", *gate_up_bias, "gate_up", gate_up);
-  }
-  if (down_bias.has_value()) check_group_bias(kName, "down_bias", *down_bias, "down", down);
+  check_pair(gate_up, down, down.sym_size(2), is_gated);
+  check_biases(hidden, gate_up, down, gate_up_bias, down_bias);
+  check_gate(kName, {activation, is_gated, false, alpha, limit, 0.0});
+}
+
+void check_moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
+                                 const Tensor& expert_weight, const Tensor& gate_up,
+                                 const Tensor& gate_up_scale, const OptionalTensor& gate_up_zero,
+                                 const Tensor& down, const Tensor& down_scale,
+                                 const OptionalTensor& down_zero,
+                                 const OptionalTensor& gate_up_bias,
+                                 const OptionalTensor& down_bias, std::string_view activation,
+                                 bool is_gated, double alpha, std::optional<double> limit) {
+  check_tokens(hidden, expert_index, expert_weight);
+  check_integers("gate_up", gate_up, gate_up_scale, gate_up_zero, hidden);
+  check_integers("down", down, down_scale, down_zero, hidden);
+  check_count(kName, "gate_up", "columns", steps_of(gate_up, gate_up_zero), hidden.sym_size(1),
+              "hidden has");
+  check_pair(gate_up, down, steps_of(down, down_zero), is_gated);
+  check_biases(hidden, gate_up, down, gate_up_bias, down_bias);
   check_gate(kName, {activation, is_gated, false, alpha, limit, 0.0});
 }
 
@@ -284,6 +406,7 @@ void check_moe_experts_backward(const Tensor& grad_output, const Tensor& hidden,
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::moe_experts", &moe_experts>(library);
+  register_shared_kernel<"foo::moe_experts_quantized", &moe_experts_quantized>(library);
   register_shared_kernel<"foo::moe_experts_training", &moe_experts_training>(library);
   register_shared_kernel<"foo::moe_experts_backward", &moe_experts_backward>(library);
   register_shared_kernel<"foo::moe_experts_training_backward", &moe_experts_training_backward>(

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstring>
 #include <tuple>
 
@@ -39,6 +40,27 @@ void for_groups(Starts starts, Work work) {
   }
 }
 
+// Returns the product of a group's rows, apart from its right matrix.
+Product forward_product(const at::Tensor& output, const at::Tensor& rows,
+                        const OptionalTensor& bias, int64_t group, int64_t first, int64_t count) {
+  return {.rows = count,
+          .columns = output.size(1),
+          .depth = rows.size(1),
+          .is_transposed = false,
+          .left = row_of(rows, first),
+          .left_row_stride = rows.size(1),
+          .left_step_stride = 1,
+          .right = nullptr,
+          .right_column_stride = 1,
+          .right_step_stride = 1,
+          .second = nullptr,
+          .has_bias = bias.has_value(),
+          .bias = bias.has_value() ? row_of(*bias, group) : nullptr,
+          .bias_stride = bias.has_value() ? bias->stride(1) : 0,
+          .output = mutable_row_of(output, first),
+          .output_stride = output.size(1)};
+}
+
 void clear_groups_without_rows(const at::Tensor& gradients, Starts starts) {
   const int64_t elements = gradients.numel() / std::max<int64_t>(1, gradients.size(0));
   const int64_t bytes = elements * gradients.itemsize();
@@ -71,22 +93,28 @@ const void* GroupMatrices::of(int64_t group) const {
 void add_forward(std::vector<Product>& products, const at::Tensor& output, const at::Tensor& rows,
                  const GroupMatrices& matrices, const OptionalTensor& bias, Starts starts) {
   for_groups(starts, [&](int64_t group, int64_t first, int64_t count) {
-    products.push_back({.rows = count,
-                        .columns = matrices.rows(),
-                        .depth = matrices.columns(),
-                        .is_transposed = false,
-                        .left = row_of(rows, first),
-                        .left_row_stride = rows.size(1),
-                        .left_step_stride = 1,
-                        .right = matrices.of(group),
-                        .right_column_stride = matrices.row_stride(),
-                        .right_step_stride = matrices.columns() <= 1 ? 1 : matrices.column_stride(),
-                        .second = nullptr,
-                        .has_bias = bias.has_value(),
-                        .bias = bias.has_value() ? row_of(*bias, group) : nullptr,
-                        .bias_stride = bias.has_value() ? bias->stride(1) : 0,
-                        .output = mutable_row_of(output, first),
-                        .output_stride = matrices.rows()});
+    Product product = forward_product(output, rows, bias, group, first, count);
+    product.right = matrices.of(group);
+    product.right_column_stride = matrices.row_stride();
+    product.right_step_stride = matrices.columns() <= 1 ? 1 : matrices.column_stride();
+    products.push_back(product);
+  });
+}
+
+void add_quantized_forward(std::vector<ProductCall<QuantizedProduct>>& calls,
+                           const at::Tensor& output, const at::Tensor& rows,
+                           const QuantizedWeights& weights, const OptionalTensor& bias,
+                           Starts starts) {
+  if (output.numel() == 0) return;
+  const auto all = static_cast<double>(starts.back());
+  for_groups(starts, [&](int64_t group, int64_t first, int64_t count) {
+    Product product = forward_product(output, rows, bias, group, first, count);
+    product.right = row_of(weights.weight, group);
+    product.right_column_stride = weights.weight.stride(1);
+    product.right_step_stride = 1;
+    const auto least = std::ceil(static_cast<double>(count) / all * least_blocks());
+    calls.push_back(
+        quantized_call(product, weights, group, rows.scalar_type(), static_cast<int64_t>(least)));
   });
 }
 

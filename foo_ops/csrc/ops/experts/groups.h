@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ops/linear/product.h"
+#include "ops/linear/quantized.h"
 
 namespace foo {
 
@@ -43,6 +44,11 @@ using Starts = c10::ArrayRef<int64_t>;
 void add_forward(std::vector<Product>& products, const at::Tensor& output, const at::Tensor& rows,
                  const GroupMatrices& matrices, const std::optional<at::Tensor>& bias,
                  Starts starts);
+// The same with matrices of integers.
+void add_quantized_forward(std::vector<ProductCall<QuantizedProduct>>& calls,
+                           const at::Tensor& output, const at::Tensor& rows,
+                           const QuantizedWeights& weights, const std::optional<at::Tensor>& bias,
+                           Starts starts);
 // grad_rows = grad_output matrix
 void add_grad_rows(std::vector<Product>& products, const at::Tensor& grad_rows,
                    const at::Tensor& grad_output, const GroupMatrices& matrices, Starts starts);

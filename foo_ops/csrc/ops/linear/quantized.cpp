@@ -47,40 +47,6 @@ at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
   return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
 
-at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
-                              const at::Tensor& scale, const OptionalTensor& zero,
-                              const OptionalTensor& bias, int64_t group_size, Kernel& few_rows,
-                              Kernel& many_rows) {
-  const at::Tensor output = make_rows(input, weight.size(0));
-  if (output.numel() == 0) return output;
-  const bool is_few = output.numel() <= kFewRows * weight.size(0);
-  const Matrix left(is_few ? with_adjacent_steps(input) : input);
-  const Matrix right(with_adjacent_steps(weight));
-  const bool has_groups = zero.has_value();
-  const at::Tensor scales = has_groups ? with_adjacent_steps(scale) : scale;
-  const at::Tensor zeros = has_groups ? with_adjacent_steps(*zero) : at::Tensor();
-  const QuantizedProduct product{.product = make_product(output, left, right, bias),
-                                 .scale = scales.const_data_ptr(),
-                                 .scale_column_stride = scales.stride(0),
-                                 .zero = has_groups ? zeros.const_data_ptr() : nullptr,
-                                 .zero_column_stride = has_groups ? zeros.stride(0) : 0,
-                                 .group_size = group_size};
-  Kernel& kernel_of_size = is_few ? few_rows : many_rows;
-  auto* const kernel = kernel_of_size.get<QuantizedFunction>(output.scalar_type());
-  const Cut cut = is_few ? cut_of_few_rows(product.product)
-                         : cut_of_blocks(product.product, output.scalar_type(), 1);
-  run_all<QuantizedProduct>({{product, kernel, cut}});
-  return output;
-}
-
-at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias) {
-  static auto* const few_rows = new Kernel("linear_int8_few_rows");
-  static auto* const many_rows = new Kernel("linear_int8_product");
-  check_linear_int8(input, weight, scale, bias);
-  return multiply_quantized(input, weight, scale, std::nullopt, bias, 0, *few_rows, *many_rows);
-}
-
 // Returns the few-rows kernel that is compiled for a group size.
 Kernel& few_rows_int4_kernel(int64_t group_size) {
   static auto* const of_32 = new Kernel("linear_int4_few_rows.32");
@@ -89,15 +55,73 @@ Kernel& few_rows_int4_kernel(int64_t group_size) {
   return *(group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128);
 }
 
+Kernel& kernel_of(const QuantizedWeights& weights, bool is_few) {
+  static auto* const few_int8 = new Kernel("linear_int8_few_rows");
+  static auto* const many_int8 = new Kernel("linear_int8_product");
+  static auto* const many_int4 = new Kernel("linear_int4_product");
+  if (!weights.zero.has_value()) return is_few ? *few_int8 : *many_int8;
+  return is_few ? few_rows_int4_kernel(weights.group_size) : *many_int4;
+}
+
+at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& weights,
+                              const OptionalTensor& bias) {
+  const at::Tensor output = make_rows(input, weights.weight.size(0));
+  if (output.numel() == 0) return output;
+  const bool is_few = output.numel() <= kFewRows * weights.weight.size(0);
+  const Matrix left(is_few ? with_adjacent_steps(input) : input), right(weights.weight);
+  run_all<QuantizedProduct>({quantized_call(make_product(output, left, right, bias), weights, 0,
+                                            output.scalar_type(), least_blocks())});
+  return output;
+}
+
+at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                       const OptionalTensor& bias) {
+  check_linear_int8(input, weight, scale, bias);
+  return multiply_quantized(input, make_quantized_weights(weight, scale, std::nullopt, 0), bias);
+}
+
 at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size) {
-  static auto* const many_rows = new Kernel("linear_int4_product");
   check_linear_int4(input, weight, scale, zero, bias, group_size);
-  return multiply_quantized(input, weight, scale, zero, bias, group_size,
-                            few_rows_int4_kernel(group_size), *many_rows);
+  return multiply_quantized(input, make_quantized_weights(weight, scale, zero, group_size), bias);
+}
+
+const void* group_of(const at::Tensor& tensor, int64_t group) {
+  const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
+  return data + group * tensor.stride(0) * tensor.itemsize();
 }
 
 }  // namespace
+
+QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
+                                        const OptionalTensor& zero, int64_t group_size) {
+  if (!zero.has_value()) return {with_adjacent_steps(weight), scale, zero, group_size};
+  return {with_adjacent_steps(weight), with_adjacent_steps(scale), with_adjacent_steps(*zero),
+          group_size};
+}
+
+ProductCall<QuantizedProduct> quantized_call(const Product& product,
+                                             const QuantizedWeights& weights, int64_t group,
+                                             at::ScalarType dtype, int64_t least) {
+  const auto& [weight, scale, zero, group_size] = weights;
+  // Strides of a column: the dimension behind that of groups, if there is one.
+  const int64_t column = weight.dim() - 2;
+  QuantizedProduct quantized{.product = product,
+                             .scale = column == 0 ? scale.const_data_ptr() : group_of(scale, group),
+                             .scale_column_stride = scale.stride(column),
+                             .zero = nullptr,
+                             .zero_column_stride = 0,
+                             .group_size = group_size};
+  if (zero.has_value()) {
+    quantized.zero = column == 0 ? zero->const_data_ptr() : group_of(*zero, group);
+    quantized.zero_column_stride = zero->stride(column);
+  }
+  const bool is_few = product.rows <= kFewRows && product.left_step_stride == 1;
+  auto* const kernel = kernel_of(weights, is_few).get<QuantizedFunction>(dtype);
+  const Cut cut =
+      is_few ? cut_of_few_rows(product, least) : cut_of_blocks(product, dtype, 1, least);
+  return {quantized, kernel, cut};
+}
 
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const OptionalTensor& bias) {

@@ -40,6 +40,24 @@ inline const Product& matrices_of(const QuantizedProduct& product) {
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 
+// Weights of 8 bits if there are no zeros, or else of 4 bits: of one matrix, or of one for each
+// group of rows. The steps of a column are adjacent, and so are its groups.
+struct QuantizedWeights {
+  at::Tensor weight, scale;
+  std::optional<at::Tensor> zero;
+  int64_t group_size;
+};
+
+// Copies tensors in which steps or groups of a column are not adjacent.
+QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
+                                        const std::optional<at::Tensor>& zero, int64_t group_size);
+
+// Returns the call that multiplies by weights of integers, those of one group if they are of
+// several; cut into at least `least` blocks.
+ProductCall<QuantizedProduct> quantized_call(const Product& product,
+                                             const QuantizedWeights& weights, int64_t group,
+                                             at::ScalarType dtype, int64_t least);
+
 // Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const std::optional<at::Tensor>& bias);

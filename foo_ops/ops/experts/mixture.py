@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.grouped_linear import empty_gradient
+from foo_ops.ops.experts.grouped_linear import empty_gradient
 from foo_ops.ops.linear import any_requires_grad
 
 TAGS = torch.Tag.pt2_compliant_tag
@@ -353,9 +353,10 @@ def sharding(*inputs: Any, **_: Any) -> str:
     return "t ., t ., t ., . . ., . . ., . ., . . -> t ."
 
 
-def flops_of(rows: int, gate_up_shape: torch.Size, down_shape: torch.Size) -> int:
-    products = gate_up_shape[1:].numel() + down_shape[1:].numel()
-    return 2 * rows * products
+def flops_of(choices: int, depth: int, projected: int, results: int, is_gated: bool = True) -> int:
+    """Count both products of all choices."""
+    activated = projected // 2 if is_gated else projected
+    return 2 * choices * (projected * depth + results * activated)
 
 
 @library.register_flops(*FORWARD)
@@ -366,10 +367,13 @@ def flops(
     gate_up_shape: torch.Size,
     down_shape: torch.Size,
     *others: Any,
+    is_gated: bool = True,
     **_: Any,
 ) -> int:
     """Count both products of all choices."""
-    return flops_of(index_shape.numel(), gate_up_shape, down_shape)
+    return flops_of(
+        index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated
+    )
 
 
 @library.register_flops(*BACKWARD)
@@ -381,7 +385,10 @@ def backward_flops(
     gate_up_shape: torch.Size,
     down_shape: torch.Size,
     *others: Any,
+    is_gated: bool = True,
     **_: Any,
 ) -> int:
     """Count two gradients of both products; what is computed again is not counted."""
-    return 2 * flops_of(index_shape.numel(), gate_up_shape, down_shape)
+    return 2 * flops_of(
+        index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated
+    )

@@ -1,0 +1,1 @@
+"""Mixtures of experts: groups of rows with a matrix each, and the experts of all tokens."""

@@ -1,0 +1,194 @@
+"""foo::moe_experts, its kind of weights, and foo::grouped_linear: errors, and what is not read.
+
+What holds for every operator is in test_matrix.py.
+"""
+
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import foo_ops
+from foo_ops.testing import MOE_EXPERTS, check_outputs, reference
+
+TOKENS, EXPERTS, TOP_K, DEPTH, COLUMNS = 5, 3, 2, 8, 4
+
+
+def arguments(**changed):
+    """Make arguments that fit, some of them changed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    given = {
+        "hidden": random(TOKENS, DEPTH),
+        "expert_index": torch.randint(EXPERTS, (TOKENS, TOP_K), generator=generator),
+        "expert_weight": random(TOKENS, TOP_K),
+        "gate_up": random(EXPERTS, 2 * COLUMNS, DEPTH),
+        "down": random(EXPERTS, DEPTH, COLUMNS),
+        "gate_up_bias": random(EXPERTS, 2 * COLUMNS),
+        "down_bias": random(EXPERTS, DEPTH),
+    }
+    return given | changed
+
+
+def refused(function, kind, message, given):
+    """Check that eager and fake calls raise the same."""
+    with pytest.raises(kind, match=re.escape(message)):
+        function(**given)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fakes = {
+            name: mode.from_tensor(it) if isinstance(it, torch.Tensor) else it
+            for name, it in given.items()
+        }
+        with pytest.raises(kind, match=re.escape(message)):
+            function(**fakes)
+
+
+ERRORS = [
+    ("hidden", torch.ones(2), ValueError, "hidden must have 2 dimensions (T, K), got 1"),
+    ("hidden", torch.ones(TOKENS, DEPTH, dtype=torch.int64), TypeError,
+     "hidden must be float16, bfloat16, float32 or float64, got int64"),
+    ("expert_index", torch.zeros(TOKENS, dtype=torch.int64), ValueError,
+     "expert_index must have 2 dimensions (T, top_k), got 1"),
+    ("expert_index", torch.zeros(TOKENS - 1, TOP_K, dtype=torch.int64), ValueError,
+     "expert_index must have 5 rows as hidden has, got 4"),
+    ("expert_index", torch.zeros(TOKENS, TOP_K), TypeError,
+     "expert_index must be int32 or int64, got float32"),
+    ("expert_weight", torch.zeros(TOKENS, TOP_K + 1), ValueError,
+     "expert_weight must have 2 columns as expert_index has, got 3"),
+    ("expert_weight", torch.zeros(TOKENS, TOP_K, dtype=torch.float64), TypeError,
+     "expert_weight must be float32, or float32 as hidden is, got float64"),
+    ("gate_up", torch.ones(EXPERTS, 7, DEPTH), ValueError,
+     "gate_up must have an even number of rows, gates and their factors, got 7"),
+    ("gate_up", torch.ones(EXPERTS, 8, DEPTH + 1), ValueError,
+     "gate_up must have 8 columns as hidden has, got 9"),
+    ("gate_up", torch.ones(EXPERTS, 8, DEPTH, dtype=torch.float64), TypeError,
+     "gate_up must be float32 as hidden is, got float64"),
+    ("down", torch.ones(EXPERTS + 1, DEPTH, COLUMNS), ValueError,
+     "down must have 3 matrices as gate_up has, got 4"),
+    ("down", torch.ones(EXPERTS, DEPTH, COLUMNS + 1), ValueError,
+     "down must have 4 columns as gate_up has gates, got 5"),
+    ("gate_up_bias", torch.ones(EXPERTS, 7), ValueError,
+     "gate_up_bias must have 8 columns as gate_up has rows, got 7"),
+    ("down_bias", torch.ones(DEPTH), ValueError,
+     "down_bias must have 2 dimensions (E, N), got 1"),
+    ("activation", "swish", ValueError,
+     "activation must be relu, relu2, silu, gelu or gelu_tanh, got swish"),
+    ("limit", 0.0, ValueError, "limit must be positive, got 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "message"), ERRORS)
+def test_errors(name, value, kind, message):
+    refused(foo_ops.moe_experts, kind, f"moe_experts: {message}", arguments(**{name: value}))
+
+
+def test_alpha_is_of_silu():
+    given = arguments(activation="gelu", alpha=1.5)
+    refused(foo_ops.moe_experts, ValueError, "moe_experts: alpha must be 1 for gelu, got 1.5", given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("expert", [-1, EXPERTS + 1, 2**31 - 1])
+def test_experts_that_do_not_exist(expert, dtype, device):
+    index = arguments()["expert_index"].to(dtype)
+    index[3, 1] = expert
+    given = {name: it.to(device) for name, it in arguments(expert_index=index).items()}
+    message = f"moe_experts: expert_index must be in [0, 3), or 3 for no expert, got {expert}"
+    with pytest.raises(IndexError, match=re.escape(message)):
+        foo_ops.moe_experts(**given)
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    given = arguments(expert_index=torch.zeros(TOKENS, TOP_K, dtype=torch.int32))
+    expected = foo_ops.moe_experts(**given)
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        given[name][1:] = torch.nan
+        given[name].requires_grad_()
+    output = foo_ops.moe_experts(**given)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        assert not given[name].grad[1:].any()
+        assert given[name].grad[0].any()
+
+
+def test_choices_of_no_expert():
+    """They add nothing, and neither they nor their weights have gradients, also if these are NaN."""
+    given = arguments()
+    given["expert_index"][:, 1] = EXPERTS
+    given["expert_weight"][:, 1] = torch.nan
+    single = dict(given) | {
+        "expert_index": given["expert_index"][:, :1],
+        "expert_weight": given["expert_weight"][:, :1],
+    }
+    expected = foo_ops.moe_experts(**single)
+    weight = given["expert_weight"].requires_grad_()
+    output = foo_ops.moe_experts(**given)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert not weight.grad[:, 1].any()
+    assert weight.grad[:, 0].all()
+
+
+@pytest.mark.parametrize("dtype", MOE_EXPERTS.dtypes)
+def test_weights_of_the_router_in_float32(dtype):
+    sample = MOE_EXPERTS.samples["gpt-oss"](dtype)
+    hidden, index, weight, *others = sample.inputs
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    output = foo_ops.moe_experts(hidden, index, weight.to(wide), *others, **sample.keywords)
+    check_outputs(MOE_EXPERTS, sample, dtype, (output,))
+
+
+def test_gradients_lie_as_weights_do():
+    """Autograd then accumulates them without a copy; gpt-oss's weights are transposed."""
+    given = arguments()
+    for name in ("gate_up", "down"):
+        given[name] = given[name].mT.contiguous().mT.requires_grad_()
+    foo_ops.moe_experts(**given).sum().backward()
+    for name in ("gate_up", "down"):
+        assert given[name].grad.stride() == given[name].stride()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_need_fitting_scales(bits):
+    size = 32 if bits == 4 else None
+    weight, *scales = foo_ops.quantize_weight(torch.ones(8, 32), bits, size)
+    up = [it[None] for it in (weight, *scales)] + [None] * (bits == 8)
+    hidden, index, ones = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    down = [it.contiguous()[None] for it in foo_ops.quantize_weight(torch.ones(32, 32), bits, size)]
+    down += [None] * (bits == 8)
+    with pytest.raises(ValueError, match=r"down must have 4 columns as gate_up has gates, got 32"):
+        foo_ops.moe_experts_quantized(hidden, index, ones, *up, *down)
+    up[1] = up[1][:, :7]
+    with pytest.raises(ValueError, match=r"gate_up_scale must have 8 rows as gate_up has, got 7"):
+        foo_ops.moe_experts_quantized(hidden, index, ones, *up, *down)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([3, 2], "offsets must not decrease, nor exceed the 4 rows of input, got 2 after 3"),
+        ([3, 5], "offsets must not decrease, nor exceed the 4 rows of input, got 5 after 3"),
+        ([-1, 2], "offsets must not decrease, nor exceed the 4 rows of input, got -1 after 0"),
+        ([1], "offsets must have 2 elements as weight has matrices, got 1"),
+    ],
+)
+def test_offsets(offsets, message):
+    input, weight = torch.ones(4, 3), torch.ones(2, 5, 3)
+    with pytest.raises(ValueError, match=re.escape(f"grouped_linear: {message}")):
+        foo_ops.grouped_linear(input, weight, torch.tensor(offsets))
+
+
+def test_grouped_linear_is_that_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(30, 16, generator=generator, dtype=torch.float64)
+    weight = torch.randn(3, 24, 16, generator=generator, dtype=torch.float64)
+    offsets = torch.tensor([4, 4, 30], dtype=torch.int32)
+    ours = foo_ops.grouped_linear(input.float(), weight.float(), offsets)
+    exact = reference.grouped_linear(input, weight, offsets)
+    assert (ours - exact).abs().max() < 1e-4
