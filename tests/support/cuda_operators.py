@@ -61,7 +61,7 @@ float16.
 
 
 class CudaOperator(NamedTuple):
-    """An operator with its overload, and the kind of tensors that CUDA alone has a kernel for."""
+    """An operator with its overload, and the kind of tensors for which only CUDA has a kernel."""
 
     name: str
     kind: str
