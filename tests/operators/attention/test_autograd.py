@@ -53,7 +53,7 @@ TWICE = {
     ids=[*ONCE, "plain", "packed twice", "plain blocks"],
 )
 def test_operators_of_the_backward_pass(spec, make, device):
-    """They are public, too, with and without slopes and sinks."""
+    """The backward operators are public, with and without slopes and sinks."""
     sample = make(torch.bfloat16).to(device)
     outputs = sample.call(spec.operator)
     cotangents = [tensor.to(device) for tensor in testing.cotangents_for(outputs)]
