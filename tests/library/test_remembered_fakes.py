@@ -1,4 +1,4 @@
-"""Answers of fake kernels are remembered together with the settings of torch."""
+"""Results of fake kernels are cached per torch setting."""
 
 import contextlib
 
