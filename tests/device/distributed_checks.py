@@ -188,7 +188,7 @@ def other_groups(device):
 
 
 def collectives():
-    """Results have the same numbers as on the CPU, in the memory that was given."""
+    """Collectives give the CPU's numbers, in the given memory."""
     for check in (
         all_reduce,
         all_reduce_sparse,
@@ -219,7 +219,7 @@ def no_copies():
 
 
 def memory_that_moves_meanwhile():
-    """A collective under way keeps the memory that it was given, and its result."""
+    """A running collective keeps its memory and its result."""
     ways = (
         lambda tensor: tensor.untyped_storage().resize_(0),
         lambda tensor: tensor.resize_(1 << 24),
@@ -228,7 +228,7 @@ def memory_that_moves_meanwhile():
     )
     for move in ways:
         tensor = torch.ones(1 << 20, device="foo")
-        # The other process is late, so that this one moves its memory before the numbers arrive.
+        # The other process is late, so that this one resizes its tensor before the numbers arrive.
         time.sleep(0.3 * dist.get_rank())
         work = dist.all_reduce(tensor, async_op=True)
         move(tensor)
@@ -284,7 +284,7 @@ def data_parallel_with_sparse_gradients():
 
 
 def data_parallel_with_different_starts():
-    """Rank 0 gives the others its weights and its buffers."""
+    """Rank 0 sends the others its weights and its buffers."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(Net().to("foo"))
     tensors = [*model.parameters(), *model.buffers()]
@@ -295,7 +295,7 @@ def data_parallel_with_different_starts():
 
 
 def sync_batch_norm():
-    """Parts of a batch, of different sizes, are normalized as the whole batch is."""
+    """Parts of a batch, of different sizes, are normalized like the whole batch."""
     rank = dist.get_rank()
     for dtype, shape in ((torch.float64, (5, 3)), (torch.float32, (5, 3, 4, 2))):
         whole = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
