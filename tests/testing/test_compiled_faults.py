@@ -1,4 +1,4 @@
-"""Failures of compiled graphs say which part is wrong: the operator, or PyTorch, and which size."""
+"""Failures of compiled graphs name the faulty part: the operator, or PyTorch, and the size."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ def times_ten(x):
 
 
 def writing_spec(kernel=times_ten):
-    """The spec of an operator that multiplies its argument, which lies behind other elements."""
+    """Make the spec of an operator that multiplies its argument, stored after other elements."""
     operator = define(kernel, "(Tensor(a!) x) -> ()", fake=lambda x: None)
 
     def sized(dtype, size):
@@ -38,7 +38,7 @@ def writing_spec(kernel=times_ten):
 
 
 def test_a_known_fault_of_pytorch_is_named_and_not_counted():
-    """Where PyTorch has mended it, the range of versions in KNOWN_FAULTS ends."""
+    """When PyTorch fixes the fault, the version range in KNOWN_FAULTS ends."""
     assert inductor.reads_a_clone_elsewhere()
     with pytest.warns(KnownFaultWarning, match="Inductor takes the clone of a view") as caught:
         check_operator(writing_spec(), checks=["compiled_graph", "compiled_for_dynamic_shapes"])
@@ -67,7 +67,7 @@ def test_a_fault_is_looked_for_in_some_versions(monkeypatch):
 
 
 def test_what_inductor_alone_reads_of_the_fake_kernel():
-    """With its strides, which aot_eager takes from the results."""
+    """Also the fake kernel's strides; aot_eager takes those from the results."""
 
     def fake(a, b):
         return a.new_empty(a.shape[::-1]).t()
@@ -136,7 +136,7 @@ def test_vmap_does_not_tell_about_speed(capfd):
     spec = product_spec(**CPU_ALONE, backward=None)
     check_operator(spec, checks=["mapped"])
     assert capfd.readouterr().err == ""
-    # PyTorch goes on telling others.
+    # PyTorch still warns in other calls.
     torch.vmap(spec.operator)(torch.ones(2, 3), torch.ones(2, 3))
     assert "There is a performance drop" in capfd.readouterr().err
 
@@ -154,7 +154,7 @@ def test_a_loop_of_vmap_is_told_of_where_it_is_wrong():
 
 
 def random_spec(kernel, backward=None, **changes):
-    """The spec of a + u * b, where u is drawn for each element from 0 to 1."""
+    """Make the spec of a + u * b, where u is drawn per element from 0 to 1."""
     operator = define(kernel, fake=empty_product, tags=(torch.Tag.nondeterministic_seeded,))
     if backward is not None:
         library.register_autograd(operator, backward, setup_context=keep_factor)
