@@ -1,4 +1,4 @@
-"""Logits that are not computed until they are needed are a tensor in all else."""
+"""Logits whose computation is deferred are a tensor in every other respect."""
 
 import copy
 import inspect
