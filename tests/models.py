@@ -32,11 +32,11 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "build" / "models.json"
 WORKERS = 2
 SECONDS = 60
-"""Of a processor, for all classes of one model type, after which their process ends by a signal."""
+"""CPU seconds for all classes of a model type; then a signal ends the process."""
 WAITING = 900
-"""Seconds after which a process that does nothing is ended."""
+"""Wall-clock seconds after which a process without an answer is killed."""
 MEMORY = 8 << 30
-"""Bytes of address space of a worker, most of which are libraries."""
+"""Bytes of a worker's address space, mostly for libraries."""
 
 
 class Worker:

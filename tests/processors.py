@@ -46,7 +46,7 @@ VOCABULARY = (
     *("on_amx", "test_limbs"),
 )
 SHOWN_LINES = 100
-"""Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
+"""Lines of pytest's output to show on failure: of hundreds of equal failures, some suffice."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 HAS_AVX2 = ("avx", "avx2", "fma", "f16c")
 

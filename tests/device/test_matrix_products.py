@@ -6,7 +6,7 @@ from support.exact import assert_near
 from torch import nn
 
 ROUNDINGS = 64
-"""Of the largest result, of 300 summands that may cancel."""
+"""Roundings of the largest result; the 300 terms of a sum may cancel."""
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [(1, 1, 1), (3, 5, 7), (0, 5, 7), (3, 0, 7), (3, 5, 0), (1, 300, 200), (200, 300, 1),
          (65, 130, 67), (128, 300, 256)]  # fmt: skip

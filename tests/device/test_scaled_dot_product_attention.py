@@ -388,6 +388,3 @@ def test_tensors_of_other_devices_raise(position):
     tensors[position] = tensors[position].cpu()
     with pytest.raises(RuntimeError, match="to have the same device type"):
         F.scaled_dot_product_attention(*tensors)
-
-
-"""The dtypes of nested tensors, by device: exact ones, and those that are compared with them."""

@@ -8,6 +8,7 @@ from support.exact import assert_near, exact_copy
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NESTED = {"cpu": torch.float64, "foo:1": torch.float32}
+"""Dtypes of nested tensors, by device: exact results on the CPU, and those compared with them."""
 
 
 def nested_heads(layout, device):

@@ -161,7 +161,7 @@ def test_parametrized_layers_stay_applied():
 MODULES = ["attention", "rms_norm", "rotary_embedding", "mlp", "linear"]
 FLAGS = [*MODULES, "fused_loss", "loss", "cache"]
 ALSO = {"fused_loss": {"linear": 1}}
-"""What a part needs of another one."""
+"""Other modules that a flag also replaces."""
 
 
 @pytest.mark.parametrize("flag", FLAGS)

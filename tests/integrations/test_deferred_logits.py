@@ -245,7 +245,7 @@ ARGUMENTS = (
     ("",),
     ({},),
 )
-"""Each method takes some of them, and refuses others."""
+"""Each method accepts some of these arguments, and refuses the others."""
 
 
 def outcome(name, logits, arguments):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLAMA = "llama: plain"
 LOGITS = 0.02
-"""Between logits, relative to their norm. A key is rounded to 1/254 of its largest number."""
+"""Relative difference of logits in norm. A key is rounded to 1/254 of its largest number."""
 
 
 def filled(lengths, dtype=torch.float32):

@@ -28,10 +28,10 @@ import foo_ops.integrations.transformers as integration
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = 128
-"""Of float32, for results of a few layers; a wrong mask makes thousands of them."""
+"""Roundings of float32, for results of a few layers; a wrong mask makes thousands."""
 BFLOAT16_ROUNDINGS = 16
 LARGEST_MASK = 64
-"""Elements of what masks capture: those of padding and positions, and none of Sq x Sk."""
+"""Elements that masks capture: padding and positions, but never Sq x Sk."""
 
 
 def peer(name):

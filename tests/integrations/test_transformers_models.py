@@ -24,7 +24,7 @@ from transformers import DynamicCache, StaticCache
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = 128
-"""Of float32, for results of a few layers; a wrong mask makes thousands of them."""
+"""Roundings of float32, for results of a few layers; a wrong mask makes thousands."""
 BFLOAT16_ROUNDINGS = 16
 
 

@@ -11,7 +11,7 @@ from foo_ops import custom_ops, library
 pytestmark = pytest.mark.filterwarnings("ignore:.*was renamed to:FutureWarning")
 
 FIRST = ("op", "name", "names", "qualname")
-"""How functions call the argument that is an operator, or the name of one."""
+"""Parameter names for an operator, or for its name."""
 MODULES = {"library": library, "custom_ops": custom_ops}
 FUNCTIONS = {
     f"{module}.{name}": value
@@ -40,7 +40,7 @@ ARGUMENTS = {
     "schema": "(Tensor x) -> Tensor",
     "torch_dispatch_class": torch.Tensor,
 }
-"""What parameters without a default get beside the operator."""
+"""Values of the other parameters without a default."""
 
 NO_NAMES = (
     *(3, None, b"foo::abs", ["foo::abs"], "", "abs", "foo::", "::x", "foo::abs::y", "foo::a b"),

@@ -20,7 +20,7 @@ from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.testing import OPERATORS
 
 FAR = 2**31 + 64
-"""Elements from one row to the next: in bytes, and as a number, beyond 32 bits."""
+"""Elements from one row to the next: beyond 32 bits in bytes and in elements."""
 MAP_NORESERVE = 0x4000
 
 

@@ -33,7 +33,7 @@ SETUPS = [
     for operators in ("foo", "torch")
 ]
 ROUNDING = 1e-5
-"""Relative; of float32 losses after a few steps."""
+"""Relative error of float32 losses after a few steps."""
 SMALL = GPTConfig(layers=1, width=32, heads=2, inner=88, context=64)
 FLEX = dataclasses.replace(SMALL, attention="flex")
 

@@ -40,7 +40,7 @@ LIBRARIES = {
         *("foo_ops/info.py", "benchmarks/peaks.py"),
     ],
 }
-"""Who may import these libraries of others."""
+"""Folders and files that may import these third-party libraries."""
 
 
 def module_name(path):

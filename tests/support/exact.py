@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 RATIO = 1.5
-"""Of the distances of two right results from the exact one: both have their own roundings."""
+"""Bound on our error over theirs: both results have roundings of their own."""
 
 
 class Doubles(TorchFunctionMode):

@@ -12,8 +12,10 @@ import torch
 NAMES = ("output", "logsumexp", "query", "key", "value")
 
 ROUNDINGS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 4, torch.float16: 4}
-"""Of the norm of a result. Low precision rounds a result, the weights and the output that the
-gradients start from, each by half a unit; the others add up as many products as there are keys.
+"""Roundings of a result's norm.
+
+Low precision rounds a result, the weights, and the output from which the gradients start, each by
+half a unit; float32 and float64 add as many products as there are keys.
 """
 
 

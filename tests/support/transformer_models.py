@@ -77,7 +77,7 @@ FAMILIES = {
         }.items()
     },
 }
-"""Models that `apply` changes: the decoders, and others whose modules have forms of their own."""
+"""Models that `apply` changes: the decoders, and others with modules of their own form."""
 
 
 def build(auto_class, config, device="cpu", dtype=torch.float32, **changes):

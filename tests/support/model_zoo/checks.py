@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from foo_ops.integrations import transformers as integration
 
 RATIO = 4.0
-"""Of our distance from the exact result and theirs: both have their own roundings."""
+"""Bound on our error over theirs: both results have roundings of their own."""
 ROUNDINGS = 256.0
-"""Of a result's norm, that are taken as equal: a wrong mask makes ten thousands."""
+"""Roundings of a norm up to which results count as equal; a wrong mask makes 10,000s."""
 NEAR_TIE = 1e-4
-"""Of a logit: the next is as good where it is nearer."""
+"""Relative difference of logits up to which the next token is as good."""
 NEW_TOKENS = 8
 CACHES: dict[str, dict[str, Any]] = {
     "generate": {},

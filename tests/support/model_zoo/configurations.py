@@ -21,13 +21,13 @@ FIRST_SPECIAL = 100
 WINDOW = 6
 """Shorter than the sequences, so that windows and chunks matter."""
 WINDOWS_SIDE = 4
-"""Of windows of an image."""
+"""Side of a window of an image, in patches."""
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD = 64, 96, 4, 2, 16
 IMAGE, PATCH = 32, 8
 WIDE = 64
-"""Sizes of channels from here on are made smaller."""
+"""Channel sizes from here on are reduced."""
 DIVISOR = 4
-"""Of channels that are listed by stages, whose ratios must stay."""
+"""Divides channels listed by stage, whose ratios must stay."""
 MOST_LAYERS = 4
 
 # The first pattern that matches a field's whole name gives its value; None keeps the default. Only

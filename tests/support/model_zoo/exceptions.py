@@ -132,7 +132,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": HYBRID,
     "zoedepth": PLAIN_STAGES,
 }
-"""Fields of a configuration; those of a sub-configuration are a dictionary."""
+"""Configuration fields; those of a sub-configuration are a dictionary."""
 
 
 def questions(inputs: dict, config: Any) -> dict:
@@ -231,7 +231,7 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     "qwen2_5_omni_thinker": ("pixel_values_videos", "input_features"),
     "qwen3_omni_moe_thinker": ("pixel_values_videos", "input_features"),
 }
-"""Arguments that are not given."""
+"""Arguments to leave out."""
 
 ONLY_IN_TRAINING = ("reformer",)
-"""Models that have gradients in training only."""
+"""Models that only have gradients in training."""

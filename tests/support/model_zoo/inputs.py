@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 BATCH = 3
 TEXTS = (18, 15, 5)
-"""Tokens in each row, beside the placeholders of images and sounds."""
+"""Tokens in each row, in addition to the placeholders of images and sounds."""
 TARGETS = 11
 FRAMES = 64
 SAMPLES = 1600
@@ -177,7 +177,7 @@ MEDIA: dict[str, Callable[[Any], list[Tensor]]] = {
     "input_values": samples,
     "past_values": past,
 }
-"""Inputs for which shapes are tried."""
+"""Inputs for which several shapes are tried."""
 
 
 def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Tensor]:
