@@ -196,7 +196,7 @@ def compiled():
 
 @pytest.fixture
 def fresh_compiler():
-    """Forget all that other tests compiled, and leave nothing for the next."""
+    """Reset torch.compile before and after the test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -204,7 +204,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill memory that is allocated and not initialised with NaN."""
+    """Fill allocated, uninitialised memory with NaN."""
     with contexts.poisoned_memory():
         assert torch.empty(3).isnan().all()
         yield
@@ -214,7 +214,7 @@ def poisoned_memory():
 def one_thread():
     """Run on one thread: with many small tensors on a busy machine threads mostly wait.
 
-    A test may set another number; afterwards it is as it was.
+    A test may set another number; the previous one is restored afterwards.
     """
     with contexts.threads(1):
         yield

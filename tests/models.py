@@ -2,9 +2,9 @@
 
     python tests/models.py [--only PATTERN ...] [--part K/N] [--list] [--publish]
 
-Every model type of the installed transformers whose models can be made small is made with random
-weights, the base model and one with a head. Hidden states, gradients and generated tokens are
-compared in float32 with the same in float64, without padding and with it on both sides. Models that
+Makes a small model with random weights of every model type of the installed transformers for which
+this is possible: the base model and one with a head. Hidden states, gradients and generated tokens
+in float32 are compared with float64, without padding and with padding on both sides. Models that
 cannot be made are listed with the reason. ``--publish`` writes the table of docs/transformers.md.
 """
 

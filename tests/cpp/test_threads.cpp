@@ -1,5 +1,6 @@
 // Eight threads use shared state: ThreadSanitizer must see no race, and the final figures must be
 // exact.
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -10,7 +10,7 @@ from support.random_numbers import drawn_on_both
 
 ROUNDS = 200
 
-# They have the tag, but their CPU kernels draw nothing.
+# Operators with the tag whose CPU kernels draw nothing.
 DRAW_NOTHING = {
     "aten::_fused_sdp_choice",
     "aten::_nested_tensor_softmax_with_shape",

@@ -1,4 +1,4 @@
-"""Checks that test_modules.py runs on several processes: a transformer block, cut in each way."""
+"""Checks that test_modules.py runs on several processes: a block, sharded in each way."""
 
 import torch
 import torch.distributed as dist

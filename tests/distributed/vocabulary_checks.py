@@ -1,4 +1,4 @@
-"""Checks that test_sharding.py runs on several processes: losses with classes that are cut."""
+"""Checks that test_sharding.py runs on several processes: losses with sharded classes."""
 
 import functools
 import itertools

@@ -20,7 +20,7 @@ from examples.operators import (
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_adamw_is_that_of_torch(compiles, device):
-    """Both train a model, and stay equal."""
+    """Our optimizer and torch's each train a model; the weights stay equal."""
     models = []
     for make in (adamw.AdamW, torch.optim.AdamW):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Operators are defined again, as by a cell of a notebook; custom_op and torch_dispatch on foo."""
+"""Operators are redefined, as by a notebook cell; custom_op and torch_dispatch on foo."""
 
 import re
 

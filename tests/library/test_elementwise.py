@@ -355,7 +355,7 @@ def test_contiguous_tensors_are_cut_for_several_threads(device):
 
 
 def test_empty_tensors_need_no_kernel(device):
-    """They do not even compile one, which would fail here."""
+    """No kernel is compiled for them either; compiling would fail here."""
     name = f"foo_elementwise::wrong_{device}"
     library.define(name, "(Tensor a, Tensor b) -> Tensor")
     library.register_kernel(name, device, library.elementwise_kernel(lambda a, b: a.middle))

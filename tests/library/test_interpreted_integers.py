@@ -18,7 +18,7 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-# Every dtype, and every pair of dtypes, compiles a kernel.
+# `make test` has only these, since each dtype and each pair of them compiles a kernel.
 DAILY = (torch.int8, torch.int64, torch.uint8)
 NUMBERS = (0, 1, 3, 7, 100, 120, 200, 250, -1, -7, -100)
 

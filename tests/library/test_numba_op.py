@@ -164,7 +164,7 @@ def test_in_place_and_out(device):
 
 
 def test_forms():
-    """There is an in-place variant if the result can replace the first tensor."""
+    """An in-place variant exists if the result can replace the first tensor."""
     assert str(torch.ops.foo_numba.soft.default._schema) == (
         "foo_numba::soft(Tensor x, Tensor y, *, float slope=0.5, float? shift=None) -> Tensor"
     )

@@ -280,7 +280,7 @@ def test_vmap(lib, device):
 
 @pytest.mark.parametrize("register", [torch.library.register_vmap, library.register_vmap])
 def test_a_rule_in_place_of_a_kernels(lib, device, register):
-    """Whoever registers another rule replaces the kernel's own, without a warning."""
+    """Registering another rule replaces the kernel's own, without a warning."""
     lib.define("negative(Tensor input) -> Tensor")
     kernel = library.elementwise_kernel(lambda x: -x)
     library.register_kernel(f"{lib.ns}::negative", ("cpu", "foo"), kernel, lib=lib)

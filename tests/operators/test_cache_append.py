@@ -240,7 +240,7 @@ def test_empty_pages():
 
 
 def test_processes_can_have_heads_each():
-    """On DTensors caches are cut along heads, and without pages along the batch."""
+    """On DTensors, caches are sharded along heads, and without pages along the batch."""
     program = """
 import torch, foo_ops, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

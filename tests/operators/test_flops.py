@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import foo_ops
 from foo_ops import library
 
-# They compute numbers from integers, or copy.
+# Operators that only draw random numbers from integers, or copy.
 NOT_COUNTED = {"foo::attention_dropout_mask", "foo::cache_append"}
 
 

@@ -1,4 +1,4 @@
-"""Large results lie in huge pages, so that the first touch of their memory costs little."""
+"""Large results use huge pages, so that the first touch of their memory costs little."""
 
 import functools
 import mmap

@@ -1,4 +1,4 @@
-"""Write docs/cuda_operators.md: what PyTorch has for CUDA alone, and what foo has of it.
+"""Write docs/cuda_operators.md: PyTorch's operators for CUDA alone, and foo's support.
 
 python tests/support/cuda_operators.py
 """

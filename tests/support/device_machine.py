@@ -1,10 +1,10 @@
-"""Call random sequences on device foo, each beside the same on the CPU.
+"""Run random sequences of calls on device foo and on the CPU, and compare.
 
 Every tensor exists twice, as twins: one on the CPU and one on foo. A step calls one function on
-both sides. After each step the two sides must agree in everything that can be seen of them: values
-bit by bit, sizes, strides, offsets, version counters, pending conjugations, which tensors share
-memory, how large their storages are, and what was raised. Hypothesis chooses the steps and, where
-the sides differ, looks for the shortest sequence that shows it.
+both sides. After each step, everything observable must agree: values bit by bit, sizes, strides,
+offsets, version counters, pending conjugations, which tensors share memory, the sizes of their
+storages, and errors. Hypothesis chooses the steps and, if the sides differ, looks for the shortest
+sequence that shows it.
 
 `tests/device/test_machine.py` runs some hundred steps, `make reliability` a hundred thousand.
 """
@@ -35,7 +35,7 @@ class Twins:
 
 
 def tensors_in(result):
-    """Return the tensors that a call has returned."""
+    """Return the tensors in a call's result."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (tuple, list)):
@@ -107,7 +107,7 @@ def names(table):
 
 
 class DeviceMachine(stateful.RuleBasedStateMachine):
-    """Takes random steps; each rule is a kind of step. See the module."""
+    """Takes random steps; each rule is a kind of step. See the module's docstring."""
 
     steps = 0
 

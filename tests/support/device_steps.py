@@ -1,4 +1,4 @@
-"""The operators, views and writes that random sequences on foo are made of."""
+"""Operators, views and writes for random sequences on foo."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Train a small net with processes together, and with one process alone."""
+"""Train a small net on several processes, and on a single one."""
 
 import torch
 import torch.distributed as dist

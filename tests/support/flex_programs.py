@@ -70,7 +70,7 @@ def seen_keys(queries, keys):
 
 
 def call_of(writer, output, sizes, query, key, captured, dtype, device):
-    """Return the arguments of a call whose queries see one key each."""
+    """Return the arguments of a call in which each query sees one key."""
     batch, heads, queries, keys = sizes
     query = query.to(dtype).view(batch, heads, queries, 1).to(device)
     key = key.to(dtype).view(batch, heads, keys, 1).to(device)

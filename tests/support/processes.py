@@ -130,7 +130,7 @@ class Process:
         self.pid = self._number()
 
     def wait(self, seconds=SECONDS):
-        """Return a subprocess.CompletedProcess, or kill the program after so many seconds."""
+        """Return a subprocess.CompletedProcess; kill the program after this many seconds."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         is_late = not poll.poll(seconds * 1000)

@@ -19,7 +19,7 @@ from foo_ops import library
 
 THREADS = 8
 LARGEST = 1 << 20  # elements of a tensor
-DRAWN = 5  # numbers of a draw from a default generator
+DRAWN = 5  # numbers per draw from a default generator
 # Operators with a generator argument and without. Each advances the generator by the same amount
 # every time, so the order of draws does not affect the state.
 DRAWS = {

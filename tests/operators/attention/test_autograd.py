@@ -21,7 +21,7 @@ attention = torch.ops.foo.attention
 
 @for_each_once
 def test_first_derivatives_do_not_enter_python(spec, make):
-    """A call with 8 floats takes 12 us, and took 200 us where it entered Python."""
+    """A call with 8 floats takes 12 us; through Python it took 200 us."""
     sample = make(torch.float32).requiring_grad()
     sample.call(spec.operator)[0].sum().backward()
     files = []
@@ -114,7 +114,7 @@ def test_second_derivatives_over_several_tiles(make, device):
 
 
 def test_second_derivatives_only_where_they_are_needed(device):
-    """Neither pass computes the gradient of a key that needs none."""
+    """Neither backward pass computes the gradient of a key that needs none."""
     query, key, value = random("some", *[(1, 2, 5, 4)] * 3, dtype=torch.float64)
     query = query.to(device).requires_grad_()
     output = foo_ops.attention(query, key.to(device), value.to(device))

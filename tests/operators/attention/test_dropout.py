@@ -199,7 +199,7 @@ def test_packed_sequences_have_the_same_dropout_mask(dtype, pages, device):
     ids=["attention", "1 query", "blocks"],
 )
 def test_gradients_that_can_be_differentiated_are_the_same(spec, make, device):
-    """They come from a different formula, with the same mask."""
+    """A different formula computes these gradients, with the same mask."""
     sample = with_dropout(make(torch.float64), 0.25).to(device).requiring_grad()
     torch.manual_seed(0)
     outputs = sample.call(spec.operator)

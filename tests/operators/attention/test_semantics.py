@@ -45,7 +45,7 @@ def test_public_function(device):
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_agrees_with_torch(queries, keys, is_causal, device):
-    """Both align the causal mask alike, and order grouped heads alike."""
+    """Our operator and torch's align the causal mask and order grouped heads alike."""
     query, key, value = random(
         "torch", (2, 6, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8), dtype=torch.float64
     )
@@ -209,7 +209,7 @@ def test_rows_that_see_nothing_are_zero(dtype, is_causal, device):
 @pytest.mark.parametrize("position", range(4), ids=["query", "key", "value", "attn_bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
-    """They reach only the rows and columns that depend on them, as in the reference."""
+    """NaN and infinity reach only the rows and columns that depend on them, as in the reference."""
     # A hidden value has weight zero, and zero times NaN is NaN, unless its whole tile is skipped.
     is_causal = position != 2
     bias = random_bias(2, 2, 70, 70)

@@ -31,7 +31,7 @@ def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
 @pytest.mark.parametrize("queries", [9, 64, 77])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
-    """There are too few blocks for many threads."""
+    """Keys are split, since there are too few blocks of queries for many threads."""
     make = attention_sample(
         batch=1, heads=2, queries=queries, keys=2100, head_dim=64, value_dim=56, window_right=0
     )
@@ -43,7 +43,7 @@ def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
 @pytest.mark.parametrize(("keys", "value_dim"), [(160, 48), (160, 40), (170, 48)])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_sums_of_keys_may_be_gathered_in_the_gradients(dtype, keys, value_dim, window_left, device):
-    """Sums go to the gradients if whole-row products end with the keys and heads share none."""
+    """Sums lie in the gradients if whole-row products end with the keys, one sum for each head."""
     make = attention_sample(
         batch=3,
         heads=6,

@@ -16,7 +16,7 @@ from foo_ops.ops.flex_attention.trace import trace
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41
 
 
-# Each of these dtypes compiles a program.
+# `make test` has only these, since each dtype compiles a program.
 DAILY = ("bool", "int64", "float32", "bfloat16")
 
 
