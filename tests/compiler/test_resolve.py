@@ -1,4 +1,4 @@
-"""A kernel also compiles where its compiler could wait for a thread that waits for the kernel."""
+"""A kernel also compiles where its compiler could wait for code that waits for the kernel."""
 
 from support.processes import run
 

@@ -108,7 +108,7 @@ def test_numbers_in_tensors(backend):
 
 @pytest.mark.needs_compiler
 def test_written_numbers():
-    """The graph reads a number after it has written it, not the input's."""
+    """A graph that writes a number reads the new value, not the input's."""
 
     def function(x, start):
         start.add_(1)

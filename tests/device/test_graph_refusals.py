@@ -1,4 +1,4 @@
-"""Unsupported calls in a graph raise an error with the operator's name; the device works on."""
+"""Unsupported calls in a graph raise with the operator name; the device stays usable."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Device foo exists after either import, in any order, exactly once."""
+"""Device foo exists right after either import, in any order."""
 
 import pytest
 from support.parts import whole

@@ -288,7 +288,7 @@ def test_mkldnn_is_refused():
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
 def test_gradients_of_sparse_reductions(reduce):
-    """requires_grad of its argument shows the kernel whether a backward pass will follow."""
+    """The kernel finds out from its argument whether a backward pass will follow."""
     results = []
     for device in ("cpu", "foo"):
         sparse = MATRIX.to(device).to_sparse_csr().requires_grad_()

@@ -199,7 +199,7 @@ def test_other_dtypes(dtype):
 
 
 def test_a_result_over_an_operand():
-    """The CPU's kernel computes it; that one reads elements that it has written."""
+    """The CPU's kernel computes it, which reads elements that it has already written."""
     square = torch.randn(4, 4)
     foo = square.foo()
     assert torch.equal(torch.mm(foo, foo, out=foo).cpu(), torch.mm(square, square, out=square))

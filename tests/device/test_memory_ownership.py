@@ -20,7 +20,7 @@ def define(schema, kernel):
 
 
 def run(code):
-    """Run the code in a separate process, which the error that it tests would crash."""
+    """Run the code in a separate process, since the tested error would crash this one."""
     result = python(code)
     assert result.returncode == 0, (result.returncode, result.stderr)
     return result.stdout

@@ -1,4 +1,4 @@
-"""The operators of SyncBatchNorm in one process: dtypes, layouts, optional arguments."""
+"""The operators of SyncBatchNorm in one process: dtypes, layouts, omitted arguments."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def situations(draw):
 @hypothesis.given(situations(), strategies.booleans(), strategies.booleans())
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 def test_every_causal_mask_shows_the_right_keys(situation, chunked, static):
-    """The mask, or bounds in its place, gives the pattern together with the attention function."""
+    """The mask, None, or bounds give the pattern together with the attention function."""
     past, queries, dropped, keys, local_size, hidden = situation
     padding_mask = None
     if hidden is not None:
