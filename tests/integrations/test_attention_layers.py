@@ -48,7 +48,7 @@ def splinter():
 @pytest.mark.parametrize("change", [applied, lambda it: it], ids=["applied", "by name"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_without_a_mask_an_encoder_sees_all(change, padded):
-    """The class supports no other implementation, so its layers take a missing mask for none."""
+    """The class only supports eager attention, so its layers treat a missing mask as no mask."""
     model, inputs = splinter(), tokens(2, 14)
     mask = torch.ones(2, 14, dtype=torch.long)
     mask[0, :3] = 1 - padded
