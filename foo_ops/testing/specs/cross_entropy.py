@@ -1,9 +1,4 @@
-"""foo::linear_cross_entropy in the table of operators.
-
-An error of a logit is a relative error of its probability. The gradients of logits have that error
-and, as bfloat16, their own rounding; those of hidden, weight and bias are sums of products with
-them.
-"""
+"""foo::softmax_cross_entropy and foo::linear_cross_entropy in the table of operators."""
 
 from __future__ import annotations
 
@@ -17,8 +12,80 @@ from foo_ops.testing.rounding import compute_type, roundings, roundoff
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
 from foo_ops.testing.specs.linear import bound
 
+# ----------------------------------------------------------------------- foo::softmax_cross_entropy
 
-def loss_sample(
+
+def logits_sample(
+    name: str, rows: tuple[int, ...], classes: int, *, ignored: int = 0, **keywords: Any
+) -> Maker:
+    """Make a sample whose first ``ignored`` targets are the ignored index."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        (logits,) = random(name, (*rows, classes), dtype=dtype)
+        generator = torch.Generator().manual_seed(classes)
+        target = torch.randint(max(classes, 1), rows, generator=generator)
+        target.view(-1)[:ignored] = keywords.get("ignore_index", -100)
+        return Sample((logits, target), keywords)
+
+    return make
+
+
+def special_logits(dtype: torch.dtype) -> Sample:
+    """Make logits with masks (one row entirely), NaN, infinity, and large differences."""
+    logits, target = logits_sample("special", (6,), 19)(dtype).inputs
+    target[:] = 3
+    logits[0, 4:] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 5], logits[3, 6] = torch.nan, torch.inf
+    logits[4, 3], logits[5, 7] = -3e4, 3e4
+    return Sample((logits, target))
+
+
+def late_maximum_of_logits(dtype: torch.dtype) -> Sample:
+    """Make growing rows of several chunks, so that sums are rescaled again and again."""
+    logits, target = logits_sample("late", (2,), 5001)(dtype).inputs
+    return Sample((logits + torch.linspace(-50, 50, 5001).to(dtype), target))
+
+
+def large_and_alike(dtype: torch.dtype) -> Sample:
+    """Make logits so large, of either sign, that the logarithm of the sum is lost beside them."""
+    logits, target = logits_sample("alike", (4,), 1501, label_smoothing=0.1)(dtype).inputs
+    logits[:2] = (logits[:2] + 3e4).to(dtype)
+    logits[2:] = (logits[2:] - 3e4).to(dtype)
+    if dtype != torch.float16:
+        logits[0], logits[2] = 1e9, -1e9
+    return Sample((logits, target), {"label_smoothing": 0.1})
+
+
+SOFTMAX_CROSS_ENTROPY = OpSpec(
+    operator=torch.ops.foo.softmax_cross_entropy.default,
+    reference=reference.softmax_cross_entropy,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sized=lambda dtype, size: logits_sample("sized", (2, size), size + 2)(dtype),
+    samples={
+        "0-d": logits_sample("0-d", (), 9),
+        "one class": logits_sample("one class", (3,), 1),
+        "several chunks": logits_sample("several chunks", (3, 2), 3001, label_smoothing=0.1),
+        "late maximum": late_maximum_of_logits,
+        "ignored": logits_sample("ignored", (7,), 11, ignored=3, label_smoothing=0.2),
+        "own ignored": logits_sample("own ignored", (7,), 11, ignored=3, ignore_index=5),
+        "all smooth": logits_sample("all smooth", (4,), 33, label_smoothing=1.0),
+        "special values": special_logits,
+        "large and alike": large_and_alike,
+    },
+    essential=("size1", "size7", "ignored"),
+    large=logits_sample("large", (150,), 3001),
+)
+
+
+# ------------------------------------------------------------------------ foo::linear_cross_entropy
+
+# An error of a logit is a relative error of its probability. The gradients of logits have that
+# error and, as bfloat16, their own rounding; those of hidden, weight and bias are sums of products
+# with them.
+
+
+def hidden_sample(
     name: str,
     rows: tuple[int, ...],
     width: int,
@@ -42,9 +109,9 @@ def loss_sample(
     return make
 
 
-def special(dtype: torch.dtype) -> Sample:
+def special_hidden(dtype: torch.dtype) -> Sample:
     """Make masked classes, rows with NaN and infinity, and logits that are far apart."""
-    hidden, weight, target, bias = loss_sample("special", (6,), 5, 19)(dtype).inputs
+    hidden, weight, target, bias = hidden_sample("special", (6,), 5, 19)(dtype).inputs
     target[:] = 3
     bias[4:9], bias[10] = -torch.inf, 3e4
     hidden[1, 2], hidden[2, 4] = torch.nan, torch.inf
@@ -54,7 +121,7 @@ def special(dtype: torch.dtype) -> Sample:
 
 def late_maximum(dtype: torch.dtype) -> Sample:
     """Make growing logits in several splits, so that sums are rescaled again and again."""
-    hidden, weight, target, bias = loss_sample("late", (3,), 4, 33_001)(dtype).inputs
+    hidden, weight, target, bias = hidden_sample("late", (3,), 4, 33_001)(dtype).inputs
     bias = (bias + torch.linspace(-50, 50, 33_001)).to(dtype)
     return Sample((hidden, weight, target, bias), {"label_smoothing": 0.1})
 
@@ -112,23 +179,23 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     operator=torch.ops.foo.linear_cross_entropy.default,
     reference=reference.linear_cross_entropy,
     dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    sized=lambda dtype, size: loss_sample("sized", (2, size), size + 3, size + 2)(dtype),
+    sized=lambda dtype, size: hidden_sample("sized", (2, size), size + 3, size + 2)(dtype),
     samples={
-        "vector": loss_sample("vector", (), 19, 9),
-        "no bias": loss_sample("no bias", (3, 4), 35, 18, has_bias=False),
-        "one class": loss_sample("one class", (3,), 5, 1),
-        "no depth": loss_sample("no depth", (3,), 0, 5),
-        "one row": loss_sample("one row", (1,), 65, 700),
-        "several chunks": loss_sample("several chunks", (35,), 70, 4301, label_smoothing=0.1),
+        "vector": hidden_sample("vector", (), 19, 9),
+        "no bias": hidden_sample("no bias", (3, 4), 35, 18, has_bias=False),
+        "one class": hidden_sample("one class", (3,), 5, 1),
+        "no depth": hidden_sample("no depth", (3,), 0, 5),
+        "one row": hidden_sample("one row", (1,), 65, 700),
+        "several chunks": hidden_sample("several chunks", (35,), 70, 4301, label_smoothing=0.1),
         "late maximum": late_maximum,
-        "capped": loss_sample("capped", (6,), 33, 130, softcap=3.0, label_smoothing=0.2),
-        "ignored": loss_sample("ignored", (7,), 6, 11, ignored=3, label_smoothing=0.2),
-        "own ignored": loss_sample("own ignored", (7,), 6, 11, ignored=3, ignore_index=5),
-        "all smooth": loss_sample("all smooth", (4,), 8, 33, label_smoothing=1.0),
-        "special values": special,
+        "capped": hidden_sample("capped", (6,), 33, 130, softcap=3.0, label_smoothing=0.2),
+        "ignored": hidden_sample("ignored", (7,), 6, 11, ignored=3, label_smoothing=0.2),
+        "own ignored": hidden_sample("own ignored", (7,), 6, 11, ignored=3, ignore_index=5),
+        "all smooth": hidden_sample("all smooth", (4,), 8, 33, label_smoothing=1.0),
+        "special values": special_hidden,
     },
     essential=("size1", "size7", "ignored", "capped"),
     in_layouts=("size7", "no bias"),
-    large=loss_sample("large", (301,), 130, 3001),
+    large=hidden_sample("large", (301,), 130, 3001),
     gradient_budget=gradient_budget,
 )
