@@ -17,7 +17,7 @@ from support.parts import part
 
 from foo_ops.kernels.compiler import emit, load
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.testing.checks import contexts
+from foo_ops.testing.checks import matrix
 
 # A graph that was kept on disk still calls operators with the schemas of its day.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
@@ -205,7 +205,7 @@ def fresh_compiler():
 @pytest.fixture
 def poisoned_memory():
     """Fill memory that is allocated and not initialised with NaN."""
-    with contexts.poisoned_memory():
+    with matrix.poisoned_memory():
         assert torch.empty(3).isnan().all()
         yield
 
@@ -216,7 +216,7 @@ def one_thread():
 
     A test may set another number; afterwards it is as it was.
     """
-    with contexts.threads(1):
+    with matrix.threads(1):
         yield
 
 

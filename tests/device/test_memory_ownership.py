@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.processes import python
 
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 SIZE = 1 << 16
 
@@ -296,7 +296,7 @@ MEANWHILE = {
     "empty": lambda x, other: x.resize_(0).untyped_storage().resize_(0),
     "data": lambda x, other: setattr(x, "data", other),
     "transpose": lambda x, other: x.t_(),
-    "send": lambda x, other: _sharing._reduce(x.untyped_storage()),
+    "send": lambda x, other: _registration._reduce(x.untyped_storage()),
 }
 
 

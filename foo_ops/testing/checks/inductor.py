@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from foo_ops.testing.checks.calls import replaced
-from foo_ops.testing.checks.contexts import fresh_compiler
-from foo_ops.testing.checks.fakes import check_fake
-from foo_ops.testing.checks.matrix import Case
+from foo_ops.testing.checks.matrix import Case, fresh_compiler
+from foo_ops.testing.checks.schema import check_fake
 from foo_ops.testing.schema import written_tensors
 from foo_ops.testing.spec import Sample
 

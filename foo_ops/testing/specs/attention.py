@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.remembered import Remembered
-from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
-from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
+from foo_ops.testing.spec import Dtypes, OpSpec, Remembered, Sample, Tensors, random
+from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
 
 # ------------------------------------------------------------------------------------------ samples
 

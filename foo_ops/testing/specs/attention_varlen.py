@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foo_ops.testing import reference
 from foo_ops.testing.layouts import junk
-from foo_ops.testing.rounding import compute_type
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
 from foo_ops.testing.specs.attention import (
     Rounding,
@@ -26,6 +25,7 @@ from foo_ops.testing.specs.attention import (
     tensor_at,
 )
 from foo_ops.testing.specs.linear import integers
+from foo_ops.testing.tolerance import compute_type
 
 # ------------------------------------------------------------------- foo::attention_varlen, samples
 

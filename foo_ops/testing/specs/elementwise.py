@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from foo_ops.testing import reference
-from foo_ops.testing.rounding import roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
+from foo_ops.testing.tolerance import roundoff, smallest
 
 # ----------------------------------------------------------------------------------------- foo::abs
 

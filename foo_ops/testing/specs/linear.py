@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
+from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
 
 # -------------------------------------------------------------------------------------- foo::linear
 
