@@ -15,7 +15,7 @@ import torch
 from numba.core import types
 from support.parts import part
 
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.testing.checks import matrix
 
@@ -188,7 +188,7 @@ def compiled():
     def compile_function(function):
         count = function.__code__.co_argcount
         code = emit.compile_kernel(lambda: Kernel(function, (types.intp,) * count))
-        address = load.link(code, f"{function.__name__}-{next(numbers)}")
+        address = cache.link(code, f"{function.__name__}-{next(numbers)}")
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address)
 
     return compile_function

@@ -10,9 +10,9 @@ it. With pytest each check is a test of its own, by a plugin in the package::
 `OPERATORS` is the table of the package's own operators.
 """
 
+from foo_ops.testing.arguments import LAYOUTS, copy_with_layout
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
-from foo_ops.testing.checks.inductor import KnownFaultWarning
-from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
+from foo_ops.testing.checks.compilation import KnownFaultWarning
 from foo_ops.testing.spec import (
     OpSpec,
     Sample,

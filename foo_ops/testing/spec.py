@@ -23,8 +23,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
-from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
+from foo_ops.testing.arguments import (
+    copy_with_layout,
+    functional_form,
+    hint_at_junk,
+    overload,
+    tensors_in,
+    with_each_tensor,
+)
 from foo_ops.testing.tolerance import (
     budget_of,
     gradient_tolerance,

@@ -151,7 +151,7 @@ WAYS_TO_MOVE = {
     "resize": "x.resize_(1 << 22)",
     "set": "x.set_()",
     "data": "x.data = torch.empty(0, device='foo')",
-    "send": "_sharing._reduce(x.untyped_storage())",
+    "send": "_registration._reduce(x.untyped_storage())",
     "delete": "del x",
 }
 
@@ -160,7 +160,7 @@ WAYS_TO_MOVE = {
 def test_a_kernel_that_keeps_its_argument(way):
     run(f"""
 import torch
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 kept = []
 library = torch.library.Library("keeping", "FRAGMENT")

@@ -16,7 +16,7 @@ import torch
 from foo_ops import _C
 from foo_ops.library.kernels import check_bounds
 from foo_ops.library.operators import dtype_name
-from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
+from foo_ops.testing.arguments import LAYOUTS, Layout, expanded
 from foo_ops.testing.spec import OpSpec, Sample
 from foo_ops.testing.tolerance import has_gradients
 

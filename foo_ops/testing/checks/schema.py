@@ -10,6 +10,14 @@ from torch import Tensor
 
 from foo_ops import library
 from foo_ops.library.checks import OPCHECKS
+from foo_ops.testing.arguments import (
+    as_tuple,
+    inside_padding,
+    named_tensors,
+    tensors_in,
+    writes,
+    written_tensors,
+)
 from foo_ops.testing.checks.calls import arguments, run, strides_differ
 from foo_ops.testing.checks.matrix import (
     Case,
@@ -27,8 +35,6 @@ from foo_ops.testing.checks.matrix import (
     in_layouts,
     without_cached_fakes,
 )
-from foo_ops.testing.layouts import inside_padding
-from foo_ops.testing.schema import as_tuple, named_tensors, tensors_in, writes, written_tensors
 from foo_ops.testing.spec import Sample, check_outputs
 
 # ------------------------------------------------------------------------------- writes and aliases

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from foo_ops.testing.arguments import Layout
 from foo_ops.testing.checks.calls import check_both, run, run_backward, same
 from foo_ops.testing.checks.matrix import (
     Case,
@@ -22,7 +23,6 @@ from foo_ops.testing.checks.matrix import (
     single_and_brain,
     threads,
 )
-from foo_ops.testing.layouts import Layout
 from foo_ops.testing.spec import OpSpec, Sample, Tensors, check_means, check_outputs, cotangents_for
 from foo_ops.testing.tolerance import seeded
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.layouts import junk
+from foo_ops.testing.arguments import junk
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
 from foo_ops.testing.specs.attention import (
     Rounding,
