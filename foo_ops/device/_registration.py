@@ -1,4 +1,4 @@
-"""Registers device ``foo`` with torch: its name, its module, its generated methods."""
+"""Registers device ``foo`` with torch, and puts it into DataParallel, DLPack, the profiler, ..."""
 
 import atexit
 import enum
@@ -16,7 +16,6 @@ from torch.multiprocessing import reductions
 
 from foo_ops._C import device as _C
 from foo_ops._process import after_import
-from foo_ops.device import devices
 from foo_ops.device import devices as foo_devices
 from foo_ops.device import streams as foo_streams
 
@@ -331,13 +330,13 @@ def _reduce(storage: _Storage) -> tuple[Any, ...]:
     if storage.device.type != "foo":
         return reductions.reduce_storage(storage)
     # init() raises in a forked child, which must not wait for a lock held during the fork.
-    devices.init()
+    foo_devices.init()
     with _lock:
         return _rebuild, (_host_storage(storage), storage.device.index)
 
 
 def _rebuild(host: _Storage, index: int) -> _Storage:
-    devices.init()
+    foo_devices.init()
     with _lock:
         storage = _known(_foo_storages, (host.data_ptr(), index))
         # It may have been resized since, and moved.

@@ -1,4 +1,4 @@
-"""Operators of ``torch.ops.foo``: one file each, which registers the operator at its import.
+"""Operators of ``torch.ops.foo``; the file of each one registers it at its import.
 
 Imported at the first use of an operator: see foo_ops/_operators.py.
 """
