@@ -15,9 +15,9 @@ import torch
 from numba.core import types
 from support.parts import part
 
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.testing.checks import contexts
+from foo_ops.testing.checks import matrix
 
 # A graph cached on disk still calls operators with the schemas of the day it was compiled.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
@@ -188,7 +188,7 @@ def compiled():
     def compile_function(function):
         count = function.__code__.co_argcount
         code = emit.compile_kernel(lambda: Kernel(function, (types.intp,) * count))
-        address = load.link(code, f"{function.__name__}-{next(numbers)}")
+        address = cache.link(code, f"{function.__name__}-{next(numbers)}")
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address)
 
     return compile_function
@@ -205,7 +205,7 @@ def fresh_compiler():
 @pytest.fixture
 def poisoned_memory():
     """Fill allocated, uninitialised memory with NaN."""
-    with contexts.poisoned_memory():
+    with matrix.poisoned_memory():
         assert torch.empty(3).isnan().all()
         yield
 
@@ -216,7 +216,7 @@ def one_thread():
 
     A test may set another number; the previous one is restored afterwards.
     """
-    with contexts.threads(1):
+    with matrix.threads(1):
         yield
 
 

@@ -103,7 +103,7 @@ def test_full_disk(tmp_path):
     """The file size limit imitates a full disk. No half-written file is left behind."""
     program = f"""{USE}
 import resource, signal
-from foo_ops.kernels.compiler import load
+from foo_ops.kernels.compiler import cache
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 # Room for what is logged.

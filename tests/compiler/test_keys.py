@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import foo_ops.ops
-from foo_ops.kernels.compiler import load, sources
+from foo_ops.kernels.compiler import cache, sources
 from foo_ops.kernels.compiler.kernel import KERNELS
 
 PROGRAM = Path(__file__).parents[1] / "support/kernel_codes.py"
@@ -95,7 +95,7 @@ def test_keys_change_with_the_sources(monkeypatch, module):
     def keys():
         sources.digest.cache_clear()
         sources._read.cache_clear()
-        return {name: load._key(KERNELS[it], code) for name, (it, code) in KERNELS_OF.items()}
+        return {name: cache._key(KERNELS[it], code) for name, (it, code) in KERNELS_OF.items()}
 
     before, source = keys(), sources.source
     assert len(set(before.values())) == len(before)
@@ -110,9 +110,9 @@ def test_keys_change_with_the_sources(monkeypatch, module):
 @pytest.mark.parametrize("version", ["_NUMBA", "_NUMPY"])
 def test_versions_count(monkeypatch, version):
     kernel = KERNELS["foo::abs"]
-    before = load._key(kernel, "float32")
-    monkeypatch.setattr(load, version, "99.0")
-    assert load._key(kernel, "float32") != before
+    before = cache._key(kernel, "float32")
+    monkeypatch.setattr(cache, version, "99.0")
+    assert cache._key(kernel, "float32") != before
 
 
 def test_the_version_counts_where_there_are_no_sources(monkeypatch):
@@ -233,8 +233,7 @@ def check_edit(copy, module, seed, names):
 # Modules that find, cache, load and run kernels, or report their errors. The table of kernels says
 # how each is made and with which options; the key itself contains these.
 AROUND = {
-    *("advice", "cache", "fingerprint", "interpret", "load", "reasons", "resolve"),
-    "sources",
+    *("cache", "fingerprint", "interpret", "reasons", "resolve", "sources"),
 }
 AROUND = {*(f"compiler.{name}" for name in AROUND), "flex", "flex.program", "table"}
 OF_USERS = {"user", "user.sources"}

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 
 def numbers(device, size=6, dtype=torch.float32):
@@ -223,7 +223,7 @@ def memory_that_moves_meanwhile():
     ways = (
         lambda tensor: tensor.untyped_storage().resize_(0),
         lambda tensor: tensor.resize_(1 << 24),
-        lambda tensor: _sharing._reduce(tensor.untyped_storage()),
+        lambda tensor: _registration._reduce(tensor.untyped_storage()),
         lambda tensor: tensor.set_(),
     )
     for move in ways:

@@ -161,11 +161,11 @@ def test_an_error_of_a_replica_comes_back():
 
 def test_tensors_of_cuda_go_to_torch_s_own(monkeypatch):
     """Builds of torch for CUDA have their own functions."""
-    from foo_ops.device import _data_parallel
+    from foo_ops.device import _registration
 
     class OnCuda:
         is_cuda = True
 
-    both = _data_parallel._beside(lambda *_: "foo", lambda *_: "cuda")
+    both = _registration._beside(lambda *_: "foo", lambda *_: "cuda")
     assert both([OnCuda()], 0) == "cuda"
     assert both(FOO, [0]) == both([], 0) == "foo"

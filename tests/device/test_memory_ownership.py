@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.processes import python
 
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 SIZE = 1 << 16
 
@@ -151,7 +151,7 @@ WAYS_TO_MOVE = {
     "resize": "x.resize_(1 << 22)",
     "set": "x.set_()",
     "data": "x.data = torch.empty(0, device='foo')",
-    "send": "_sharing._reduce(x.untyped_storage())",
+    "send": "_registration._reduce(x.untyped_storage())",
     "delete": "del x",
 }
 
@@ -160,7 +160,7 @@ WAYS_TO_MOVE = {
 def test_a_kernel_that_keeps_its_argument(way):
     run(f"""
 import torch
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 kept = []
 library = torch.library.Library("keeping", "FRAGMENT")
@@ -296,7 +296,7 @@ MEANWHILE = {
     "empty": lambda x, other: x.resize_(0).untyped_storage().resize_(0),
     "data": lambda x, other: setattr(x, "data", other),
     "transpose": lambda x, other: x.t_(),
-    "send": lambda x, other: _sharing._reduce(x.untyped_storage()),
+    "send": lambda x, other: _registration._reduce(x.untyped_storage()),
 }
 
 

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
+from foo_ops.integrations.transformers.attention_layers import FooRotaryAttention
 from foo_ops.integrations.transformers.cache import Integers
-from foo_ops.integrations.transformers.joined import JOINED
-from foo_ops.integrations.transformers.rotary import FooRotaryAttention
+from foo_ops.integrations.transformers.quantized import JOINED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

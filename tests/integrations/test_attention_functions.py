@@ -19,10 +19,10 @@ from transformers.models.mt5 import modeling_mt5
 
 from foo_ops.integrations.transformers import apply, foo_attention_forward, left_alone, replaced
 from foo_ops.integrations.transformers.attention_layers import (
+    form_of,
     in_place_of_sdpa,
     known_eager,
 )
-from foo_ops.integrations.transformers.rotary import form_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

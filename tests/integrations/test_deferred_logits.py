@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foo_ops.integrations.transformers import apply
-from foo_ops.integrations.transformers.deferred_logits import (
+from foo_ops.integrations.transformers.linear import (
     OF_CLASSES,
     DeferredLogits,
     DeferredTensor,

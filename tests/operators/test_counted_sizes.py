@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import foo_ops
 from foo_ops import testing
 from foo_ops.testing import cases
-from foo_ops.testing.checks.open_sizes import check_counted_sizes
+from foo_ops.testing.checks.compilation import check_counted_sizes
 
 DAILY = (testing.ATTENTION, testing.LINEAR, testing.RMS_NORM, testing.SOFTMAX_CROSS_ENTROPY)
 OTHERS = [spec for spec in testing.OPERATORS if spec not in DAILY]

@@ -21,7 +21,7 @@ from foo_ops.testing import (
     cotangents_for,
     random,
 )
-from foo_ops.testing.specs.linear_cross_entropy import gradient_budget
+from foo_ops.testing.specs.cross_entropy import gradient_budget
 
 PLAIN = torch.ops.foo.linear_cross_entropy.default
 TRAINING = torch.ops.foo.linear_cross_entropy_training.default

@@ -5,7 +5,7 @@ import torch
 
 import foo_ops
 from foo_ops.testing import LINEAR_INT4, Sample, check_outputs, reference
-from foo_ops.testing.specs.quantized_linear import int4_sample
+from foo_ops.testing.specs.linear import int4_sample
 
 DTYPES = LINEAR_INT4.dtypes
 GROUP_SIZES = (32, 64, 128)

@@ -21,7 +21,7 @@ from foo_ops.testing import (
     check_outputs,
     cotangents_for,
 )
-from foo_ops.testing.specs.quantized_linear import int4_sample, int8_sample
+from foo_ops.testing.specs.linear import int4_sample, int8_sample
 
 DTYPES = LINEAR_INT8.dtypes
 GROUP_SIZES = (32, 64, 128)

@@ -14,9 +14,9 @@ from support.processes import module, python
 
 from foo_ops.demo import __main__ as demo
 from foo_ops.demo import report
-from foo_ops.demo.corpus import Corpus, windows
 from foo_ops.demo.model import GPT, OPERATORS, GPTConfig, rotary_table
 from foo_ops.demo.training import (
+    Corpus,
     Point,
     Setup,
     Trainer,
@@ -25,6 +25,7 @@ from foo_ops.demo.training import (
     learning_rate_share,
     train,
     validation_steps,
+    windows,
 )
 
 SETUPS = [

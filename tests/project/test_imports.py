@@ -14,10 +14,9 @@ FIRST_USES = REPOSITORY / "tests/support/first_uses.py"
 FIRST_USES_OF_DEVICE = REPOSITORY / "tests/support/first_uses_of_device.py"
 # The device, and the modules that declare the operators.
 BY_AUTOLOAD = {
-    *("foo_ops", "foo_ops._after_import", "foo_ops._autoload", "foo_ops._built_for"),
-    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._forks"),
-    *("foo_ops._operators", "foo_ops._schemas", "foo_ops._switches"),
-    "foo_ops.flash_attention_of_cpu",
+    *("foo_ops", "foo_ops._autoload", "foo_ops._built_for"),
+    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._process"),
+    *("foo_ops._operators", "foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
 }
 
 
@@ -36,7 +35,7 @@ def run(program, *arguments, **options):
         *whole(
             "foo_ops.ops.abs, torch",
             "foo_ops.testing, torch",
-            "foo_ops.kernels.compiler.load, torch",
+            "foo_ops.kernels.compiler.cache, torch",
             "numba, foo_ops, torch",
         ),
     ],

@@ -14,7 +14,7 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import DispatchKey
 
 from foo_ops import _C
-from foo_ops.testing.conformance.samples import dtypes_of_cuda, name_of, op_db
+from foo_ops.testing.conformance.cases import dtypes_of_cuda, name_of, op_db
 
 PAGE = Path(__file__).parents[2] / "docs/cuda_operators.md"
 YAML = Path(torchgen.__file__).parent / "packaged/ATen/native"

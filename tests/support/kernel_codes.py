@@ -16,7 +16,7 @@ from pathlib import Path
 
 import foo_ops.ops  # noqa: F401
 from foo_ops import kernels
-from foo_ops.kernels.compiler import emit, load, sources
+from foo_ops.kernels.compiler import cache, emit, sources
 from foo_ops.kernels.compiler.kernel import KERNELS, Kernel
 
 FOLDER = Path(kernels.__file__).parent
@@ -52,7 +52,7 @@ def made(kernels, emits):
 
 def key_and_code(name, signature):
     kernel = KERNELS[name]
-    key = load._key(kernel, signature)
+    key = cache._key(kernel, signature)
     try:
         code = emit.compile_kernel(functools.partial(kernel.build, signature))
     except Exception as error:

@@ -41,10 +41,10 @@ def become(user):
 # ``at(moment, action)`` acts the first time the compiler reaches a moment in its work.
 AT_MOMENT = """
 import time
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 
 def at(moment, action):
-    module = load if moment in ("_key", "link") else emit
+    module = cache if moment in ("_key", "link") else emit
     function = getattr(module, moment)
     def changed(*arguments):
         setattr(module, moment, function)

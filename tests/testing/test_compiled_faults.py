@@ -17,7 +17,7 @@ from support.product_operator import (
 
 from foo_ops import library
 from foo_ops.testing import KnownFaultWarning, Sample, cases, check_operator
-from foo_ops.testing.checks import inductor
+from foo_ops.testing.checks import compilation
 
 CPU_ALONE = {"devices": ("cpu",), "differentiable": False}
 
@@ -39,7 +39,7 @@ def writing_spec(kernel=times_ten):
 
 def test_a_known_fault_of_pytorch_is_named_and_not_counted():
     """When PyTorch fixes the fault, the version range in KNOWN_FAULTS ends."""
-    assert inductor.reads_a_clone_elsewhere()
+    assert compilation.reads_a_clone_elsewhere()
     with pytest.warns(KnownFaultWarning, match="Inductor takes the clone of a view") as caught:
         check_operator(writing_spec(), checks=["compiled_graph", "compiled_for_dynamic_shapes"])
     names = [str(warning.message).partition(":")[0] for warning in caught]
@@ -60,8 +60,8 @@ def test_no_fault_of_the_operator_hides_behind_a_known_one():
 
 
 def test_a_fault_is_looked_for_in_some_versions(monkeypatch):
-    ended = dataclasses.replace(inductor.KNOWN_FAULTS[0], last="2.12")
-    monkeypatch.setattr(inductor, "KNOWN_FAULTS", (ended,))
+    ended = dataclasses.replace(compilation.KNOWN_FAULTS[0], last="2.12")
+    monkeypatch.setattr(compilation, "KNOWN_FAULTS", (ended,))
     (message,) = failures_of(writing_spec(), ["compiled_graph"]).values()
     assert f"Inductor is wrong (PyTorch {torch.__version__}), and not the operator" in message
 
@@ -82,7 +82,7 @@ def test_what_inductor_alone_reads_of_the_fake_kernel():
 
     message = "the strides differ. The backend aot_eager is right, but Inductor relies on more of "
     with pytest.raises(AssertionError, match=re.escape(message)):
-        inductor.check_graph(case, [case.sized(5)], attempt)
+        compilation.check_graph(case, [case.sized(5)], attempt)
     assert attempts == ["inductor", "aot_eager"]
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from support.processes import module, python, start
 
-from foo_ops.testing.conformance.processes import Worker
-from foo_ops.testing.conformance.scores import Report, cause_of, read_known, read_scores
+from foo_ops.testing.conformance.scores import Report, Worker, cause_of, read_known, read_scores
 
 REPOSITORY = Path(__file__).parents[2]
 CASES = "^operators/(erfinv|cosh|sinc|neg)/float64"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foo_ops import testing
-from foo_ops.testing.remembered import Remembered
+from foo_ops.testing.spec import Remembered
 
 
 def test_a_reference_is_asked_once_for_a_sample():

@@ -10,8 +10,7 @@ import foo_ops
 from foo_ops import library, testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention import SMALL
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_mask
+from foo_ops.testing.specs.attention import SMALL, attention_sample, random_bias, random_mask
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,7 +24,7 @@ import foo_ops
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, reference
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import (
+from foo_ops.testing.specs.attention import (
     attention_sample,
     random_bias,
     random_mask,

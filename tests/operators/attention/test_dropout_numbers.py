@@ -14,11 +14,7 @@ from support.attention_dropout import (
 
 from foo_ops.testing import ATTENTION
 from foo_ops.testing.spec import Sample, random
-from foo_ops.testing.specs.attention_samples import (
-    attention_sample,
-    random_bias,
-    random_mask,
-)
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ import torch
 from foo_ops import testing
 from foo_ops.ops.arguments import compute_type
 from foo_ops.testing import ATTENTION, Sample
-from foo_ops.testing.specs.attention_samples import attention_sample
+from foo_ops.testing.specs.attention import attention_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,8 +7,8 @@ from hypothesis import strategies
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, LAYOUTS
-from foo_ops.testing.layouts import expanded
-from foo_ops.testing.specs.attention_samples import (
+from foo_ops.testing.arguments import expanded
+from foo_ops.testing.specs.attention import (
     attention_sample,
     half_infinite_bias,
     random_bias,

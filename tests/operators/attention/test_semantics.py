@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import foo_ops
 from foo_ops import testing
 from foo_ops.testing import ATTENTION
-from foo_ops.testing.layouts import reversed_dimensions
+from foo_ops.testing.arguments import reversed_dimensions
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 import foo_ops
 from foo_ops.testing import ATTENTION_VARLEN, reference
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import random_bias, random_slopes
+from foo_ops.testing.specs.attention import random_bias, random_slopes
 from foo_ops.testing.specs.attention_varlen import Pages, cumulative_lengths, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")

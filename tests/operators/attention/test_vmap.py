@@ -10,7 +10,7 @@ from support.attention_samples import ONCE, finite, for_each_once
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import random_bias
+from foo_ops.testing.specs.attention import random_bias
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")

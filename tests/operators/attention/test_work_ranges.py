@@ -8,7 +8,7 @@ from support.exact import assert_near
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from support.processes import python, run
 from torch.nn.attention.flex_attention import create_block_mask
 
 import foo_ops
-from foo_ops.testing.checks import contexts
+from foo_ops.testing.checks.matrix import threads
 
 DTYPE = torch.float32
 
@@ -29,10 +29,10 @@ def results(score_mod, mask_mod, inputs, captured):
 
 def assert_the_same_on_threads(score_mod, mask_mod, inputs, captured):
     """Compare all bits with those of one thread."""
-    with contexts.threads(1):
+    with threads(1):
         expected = results(score_mod, mask_mod, inputs, captured)
     for count in (2, 3, 5):
-        with contexts.threads(count):
+        with threads(count):
             found = results(score_mod, mask_mod, inputs, captured)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), count
     return expected
