@@ -14,9 +14,8 @@ from torch import Tensor
 
 from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 from foo_ops import sanitizer
-from foo_ops.demo.corpus import Batch
 from foo_ops.demo.model import GPT, OPERATORS, VOCABULARY, GPTConfig
-from foo_ops.demo.training import BATCH, Setup, Trainer
+from foo_ops.demo.training import BATCH, Batch, Setup, Trainer
 
 CPU = "cpu"
 SECTION = "device"

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from benchmarks.cores import processors_by_core
 from benchmarks.measure import THREADS, Reference, Result
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_matrix_unit, vector_bits
 from foo_ops.kernels.simd.amx import (
@@ -175,7 +175,7 @@ def read_kernel() -> Kernel:
 def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
     """Return the C function, which ctypes calls with the GIL released."""
     code = emit.compile_kernel(build)
-    address = load.link(code, f"{build.__name__}-{vector_bits()}")
+    address = cache.link(code, f"{build.__name__}-{vector_bits()}")
     arguments = [ctypes.c_int64] * len(build().argument_types)
     return ctypes.CFUNCTYPE(None, *arguments)(address)
 

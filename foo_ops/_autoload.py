@@ -6,7 +6,7 @@ This module imports torch only inside its functions, so that ``import foo_ops`` 
 work in either order.
 """
 
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 is_loaded = False
@@ -19,8 +19,8 @@ def autoload() -> None:
     check_place()
     import foo_ops._C
     import foo_ops.device  # noqa: F401
-    from foo_ops import _forks, _operators, flash_attention_of_cpu  # noqa: F401
-    from foo_ops._switches import switch
+    from foo_ops import _operators, _process, flash_attention_of_cpu  # noqa: F401
+    from foo_ops._process import switch
 
     if not is_loaded:
         _operators.declare()

@@ -15,15 +15,15 @@ import torch
 from numba.core import types
 from support.parts import part
 
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.testing.checks import contexts
+from foo_ops.testing.checks import matrix
 
-# A graph that was kept on disk still calls operators with the schemas of its day.
+# A graph cached on disk still calls operators with the schemas of the day it was compiled.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
 
 
-# How many tests were left out for which reason.
+# Number of tests left out, by reason.
 left_out = pytest.StashKey[Counter]()
 
 
@@ -70,9 +70,9 @@ def reason_to_leave_out(config, item):
 
 
 def what_stays_together(item):
-    """Name a test without its parameters, and of an operator's checks those of one dtype.
+    """Name a test without its parameters; an operator's checks with their spec and dtype.
 
-    They share kernels, references and fixtures.
+    Tests of one name share kernels, references and fixtures, so they stay in one part.
     """
     marker = item.get_closest_marker("whole")
     if marker is not None and marker.kwargs.get("apart"):
@@ -89,12 +89,12 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Take what a worker of xdist left out: each collects the same tests."""
+    """Merge the counts of an xdist worker; every worker collects the same tests."""
     node.config.stash[left_out] |= getattr(node, "workeroutput", {}).get("left out", {})
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say what ran, and what did not."""
+    """Print how many tests ran in each folder, and how many were left out and why."""
     reports = itertools.chain.from_iterable(terminalreporter.stats.values())
     ran = Counter(
         report.nodeid.split("/")[1].partition("::")[0]
@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def leave_out_of_collections():
-    """Look for garbage among later objects alone: among all that is there by now takes seconds."""
+    """Freeze all live objects: a collection that visits them all takes seconds."""
     gc.collect()
     gc.freeze()
 
@@ -120,23 +120,23 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module")
 def quick_collections():
-    """Let ``gc.collect()`` leave out what the tests of other modules made."""
+    """Exclude the objects of earlier modules from ``gc.collect()``."""
     leave_out_of_collections()
 
 
-# Memory of a process that its next modules may add before it is cleaned, which takes a second.
+# Memory that a process may gain before it is cleaned up, which takes a second.
 ROOM = 200 << 20
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Behind a module, give back what compiled graphs and garbage hold: else it grows to 4 GB."""
+    """After a module, free compiled graphs and garbage: else the process grows to 4 GB."""
     yield
     global clean_memory
     if (nextitem is None or nextitem.path != item.path) and resident_memory() > clean_memory + ROOM:
         torch.compiler.reset()
         gc.collect()
-        # Garbage lies between what lives, and so malloc keeps its pages.
+        # Garbage lies between live blocks, so malloc keeps its pages.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         clean_memory = resident_memory()
 
@@ -168,7 +168,7 @@ def has_compiler():
 
 @pytest.fixture(autouse=True)
 def gradients_are_recorded():
-    """Let no test turn gradients off for others: many would fail, and some check nothing."""
+    """Fail a test that leaves gradients off: later tests would fail, or check nothing."""
     yield
     is_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
@@ -188,7 +188,7 @@ def compiled():
     def compile_function(function):
         count = function.__code__.co_argcount
         code = emit.compile_kernel(lambda: Kernel(function, (types.intp,) * count))
-        address = load.link(code, f"{function.__name__}-{next(numbers)}")
+        address = cache.link(code, f"{function.__name__}-{next(numbers)}")
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address)
 
     return compile_function
@@ -196,7 +196,7 @@ def compiled():
 
 @pytest.fixture
 def fresh_compiler():
-    """Forget all that other tests compiled, and leave nothing for the next."""
+    """Reset torch.compile before and after the test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -204,8 +204,8 @@ def fresh_compiler():
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill memory that is allocated and not initialised with NaN."""
-    with contexts.poisoned_memory():
+    """Fill allocated, uninitialised memory with NaN."""
+    with matrix.poisoned_memory():
         assert torch.empty(3).isnan().all()
         yield
 
@@ -214,15 +214,15 @@ def poisoned_memory():
 def one_thread():
     """Run on one thread: with many small tensors on a busy machine threads mostly wait.
 
-    A test may set another number; afterwards it is as it was.
+    A test may set another number; the previous one is restored afterwards.
     """
-    with contexts.threads(1):
+    with matrix.threads(1):
         yield
 
 
 @pytest.fixture
 def products_of_cpu():
-    """Let the CPU's kernels multiply matrices on foo: results are then the same to the last bit."""
+    """Multiply matrices on foo with the CPU's kernels, so that results are equal bit for bit."""
     torch.foo.set_matmul_kernels("cpu")
     yield
     torch.foo.set_matmul_kernels("foo")

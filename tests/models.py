@@ -2,9 +2,9 @@
 
     python tests/models.py [--only PATTERN ...] [--part K/N] [--list] [--publish]
 
-Every model type of the installed transformers whose models can be made small is made with random
-weights, the base model and one with a head. Hidden states, gradients and generated tokens are
-compared in float32 with the same in float64, without padding and with it on both sides. Models that
+Makes a small model with random weights of every model type of the installed transformers for which
+this is possible: the base model and one with a head. Hidden states, gradients and generated tokens
+in float32 are compared with float64, without padding and with padding on both sides. Models that
 cannot be made are listed with the reason. ``--publish`` writes the table of docs/transformers.md.
 """
 
@@ -32,21 +32,21 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "build" / "models.json"
 WORKERS = 2
 SECONDS = 60
-"""Of a processor, for all classes of one model type, after which their process ends by a signal."""
+"""CPU seconds for all classes of a model type; then a signal ends the process."""
 WAITING = 900
-"""Seconds after which a process that does nothing is ended."""
+"""Wall-clock seconds after which a process without an answer is killed."""
 MEMORY = 8 << 30
-"""Bytes of address space of a worker, most of which are libraries."""
+"""Bytes of a worker's address space, mostly for libraries."""
 
 
 class Worker:
-    """A process that checks one model type after the other, and is replaced where it ends."""
+    """A process that checks one model type after another, and is replaced when it dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
     def check(self, model_type: str) -> list[dict[str, Any]]:
-        """Return the rows of a model type; a crash and a timeout are results, too."""
+        """Return the rows of a model type; crashes and timeouts give rows, too."""
         process = self.started()
         assert process.stdin is not None
         rows: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ class Worker:
         return self.process
 
     def answers(self, process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-        """Yield a worker's answers to one question, up to the empty one."""
+        """Yield a worker's answers to one question, until an empty one."""
         assert process.stdout is not None
         timer = threading.Timer(WAITING, process.kill)
         timer.start()
@@ -98,12 +98,12 @@ class Worker:
 
 
 def work() -> None:
-    """Answer each model type on the standard input with rows, and an empty one at the end."""
+    """Read model types from standard input; answer each with rows, then an empty one."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    # Models that print must not print among the answers.
+    # Models that print must not write between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Importing transformers' models takes seconds, which only a worker needs.
+    # Importing transformers' models takes seconds; only workers need them.
     import torch
     from support.model_zoo.checks import check
     from support.model_zoo.classes import classes_of
@@ -138,7 +138,7 @@ def rows_of(model_type: str, classes_of: Any, check: Any) -> Iterator[dict[str, 
 
 
 def check_all(types: Sequence[str], workers: int = WORKERS) -> Iterator[dict[str, Any]]:
-    """Yield the rows of model types, in their order."""
+    """Yield the rows of the model types, in the order of ``types``."""
     free = [Worker() for _ in range(workers)]
 
     def check(model_type: str) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ def main() -> int:
         return 0
     if options.publish and (options.only or options.part):
         parser.error("--publish must be without --only and --part: the table has all models")
-    # The worker closes its standard output before it imports.
+    # Imported here: a worker closes its standard output before it imports.
     from support.model_zoo.classes import model_types
     from support.model_zoo.table import publish
 

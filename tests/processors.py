@@ -1,12 +1,12 @@
-"""Test kernels as on other processors, as far as this one can run them: ``make test-processors``.
+"""Test kernels for other processors, as far as this one runs them: ``make test-processors``.
 
     python tests/processors.py [--only NAME ...] [--part K/N] [--list]
 
-For each width of vectors kernels are tested as they are by themselves, with bfloat16 multiplied in
-pairs, and with the tiles of a matrix unit, which are multiplied without it where there is none.
-(With a matrix unit, pairs make no difference.) Then for other processors by name, of which those
-are left out whose instructions this one lacks. What is tested are values and gradients of all
-operators, and what their kernels are made of.
+For each vector width, kernels are tested as they are by default, with bfloat16 multiplied in pairs,
+and with the tiles of a matrix unit, which are emulated where there is none. (With a matrix unit,
+pairs make no difference.) Then for other processors by name, except those whose instructions this
+one lacks. The tests compute values and gradients of all operators, and the functions and products
+that their kernels are built from.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
 # Products of tiles, in float32, bfloat16 and all integers that are not multiplied one by one.
 TILES = ("test_strides", "test_integers")
-# Kernels are made of these: functions, limbs, and products in limbs.
+# Functions, limbs, and products in limbs, from which kernels are built.
 VOCABULARY = (
     *("test_exp", "test_tanh", "test_log", "test_bounds", "test_fmod", "test_quotients"),
     *("on_amx", "test_limbs"),
 )
 SHOWN_LINES = 100
-"""Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
+"""Lines of pytest's output to show on failure: of hundreds of equal failures, some suffice."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 HAS_AVX2 = ("avx", "avx2", "fma", "f16c")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Kernels are tested in these dtypes with these environment variables."""
+    """A run of the kernel tests: its dtypes and environment variables."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -61,20 +61,20 @@ class Combination:
     vocabulary: bool = False
 
     def chosen(self) -> str:
-        """Return the tests, as pytest's option -k says it."""
+        """Return the tests as an expression for pytest's option -k."""
         words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
         return " or ".join([*words, *TILES, *(VOCABULARY if self.vocabulary else ())])
 
 
 @dataclass(frozen=True)
 class Processor:
-    """Another processor, which LLVM knows by this name.
+    """Another processor, by its name in LLVM.
 
     Attributes:
-        name: of the processor.
-        needs: features without which nothing of its code is tested.
-        others: features that its code is compiled without where this processor lacks them.
-        dtypes: what is tested. Without F16C, LLVM calls functions for float16 that are not there.
+        name: LLVM's name of the processor.
+        needs: features without which none of its code is tested.
+        others: features that its code is compiled without if this processor lacks them.
+        dtypes: the dtypes to test. Without F16C, LLVM calls missing functions for float16.
     """
 
     name: str
@@ -111,7 +111,7 @@ PROCESSORS = (
 
 
 def widths() -> Iterator[Combination]:
-    """Combine all widths of vectors with each way to multiply."""
+    """Combine all vector widths with each way to multiply."""
     for bits in ("128", "256", "512"):
         for name, dtypes, pairs, unit in (
             (f"{bits} bits", ALL, "0", "0"),
@@ -127,7 +127,7 @@ def widths() -> Iterator[Combination]:
 
 
 def combinations() -> tuple[list[Combination], list[str]]:
-    """Return what can be tested here, and for each processor that cannot the reason."""
+    """Return the combinations that run here, and the reason for each processor that does not."""
     found, skipped = list(widths()), []
     is_x86 = llvm.get_process_triple().startswith("x86_64")
     features = llvm.get_host_cpu_features()
@@ -142,12 +142,12 @@ def combinations() -> tuple[list[Combination], list[str]]:
 
 
 def run(combination: Combination) -> tuple[bool, str]:
-    """Return whether all tests passed, and what is to be printed about them."""
+    """Return whether all tests passed, and a summary to print."""
     start = time.monotonic()
     process = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
-            # With the project's own options, pytest would not say how many passed.
+            # With the project's own options, pytest would not print how many passed.
             *("-o", "addopts=--strict-markers --import-mode=importlib", "-q", "--tb=short"),
             "--whole",
             *FILES,
@@ -169,7 +169,7 @@ def run(combination: Combination) -> tuple[bool, str]:
 
 
 def summary(returncode: int, output: str) -> str:
-    """Say how many tests passed and failed."""
+    """Return how many tests passed and failed."""
     if returncode < 0:
         return f"ended by signal {-returncode}"
     *_, last = ["", *output.splitlines()]

@@ -1,8 +1,8 @@
 """Run foo for long: ``make reliability``. Each run ends with figures that must be exact.
 
 Threads that allocate, copy, draw, compile and compute for a minute; a million operators without
-growth of memory; memory that runs out in backward passes, from which the process goes on; a hundred
-thousand steps of random sequences beside the same on the CPU.
+memory growth; backward passes that run out of memory, after which the process goes on; a hundred
+thousand steps of random sequences, compared with the CPU.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def run_threads(seconds: float) -> None:
 def run_sequences(steps: int) -> None:
     torch.foo.set_matmul_kernels("cpu")
     machine = device_machine.DeviceMachine
-    # Each sequence begins and ends with a collection, which need not visit what is imported: with
-    # these objects a step took 65 ms, nearly all of it in the collector.
+    # Each sequence begins and ends with a collection, which need not visit imported modules: with
+    # their objects a step took 65 ms, nearly all of it in the collector.
     gc.collect()
     gc.freeze()
     while machine.steps < steps:
@@ -67,7 +67,7 @@ def run_operators(count: int) -> None:
 
 
 def run_out_of_memory(passes: int) -> None:
-    """Run out of memory at other places from pass to pass; what is left is always the same."""
+    """Run out of memory at a different place in each pass; the memory left is always the same."""
     parameters = [torch.randn(64, 64, device="foo", requires_grad=True) for _ in range(8)]
     input = torch.randn(8192, 64, device="foo")
     held = torch.foo.memory_allocated()

@@ -40,12 +40,13 @@ from typing import Any, TypeVar
 import torch
 from torch.library import get_ctx, infer_schema
 
-from foo_ops.custom_ops.names import parse, validate_namespace
 from foo_ops.custom_ops.operators import (
     OPERATORS,
     define_operator,
     find_operator,
     find_overload,
+    parse,
+    validate_namespace,
 )
 from foo_ops.library.operators import DISPATCH_KEYS
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
-from foo_ops.demo.corpus import Batch, Corpus
 from foo_ops.demo.model import ATTENTION, GPT, OPERATORS, GPTConfig
 from foo_ops.demo.training import (
     BATCH,
     DEVICES,
     VALIDATION_BATCH,
+    Batch,
+    Corpus,
     Setup,
     Trainer,
     compare_speed,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foo_ops.device import _registration, _utils, amp, graphs, memory, random, streams, typed
+from foo_ops.device import _registration, _utils, amp, graphs, memory, random, streams, tensors
 from foo_ops.device.amp import (
     get_amp_supported_dtype,
     get_autocast_dtype,
@@ -16,7 +16,6 @@ from foo_ops.device.amp import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from foo_ops.device.backend_meta import get_backend_meta, set_backend_meta
 from foo_ops.device.devices import (
     DeviceProperties,
     _exchange_device,
@@ -103,10 +102,12 @@ from foo_ops.device.streams import (
     StreamContext,
     current_stream,
     default_stream,
+    get_sync_debug_mode,
     set_stream,
+    set_sync_debug_mode,
     stream,
 )
-from foo_ops.device.sync_debug import get_sync_debug_mode, set_sync_debug_mode
+from foo_ops.device.tensors import get_backend_meta, set_backend_meta
 
 OutOfMemoryError = torch.OutOfMemoryError
 
@@ -213,8 +214,8 @@ def __getattr__(name: str) -> Any:
     # torch.utils.checkpoint reads this attribute, whose value changes.
     if name == "_initialized":
         return is_initialized()
-    if name in typed.CLASSES:
-        return typed.CLASSES[name]
+    if name in tensors.CLASSES:
+        return tensors.CLASSES[name]
     raise AttributeError(f"module 'torch.foo' has no attribute {name!r}")
 
 

@@ -30,7 +30,7 @@ Example:
 
 from torch.library import fallthrough_kernel, get_ctx, infer_schema, wrap_triton
 
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.library.autocast import register_autocast
 from foo_ops.library.autograd import register_autograd, register_variant_autograd
 from foo_ops.library.checks import OPCHECKS, opcheck

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.library.operators import find, tensors_in
 
 # One operation each, also a call of a function such as exp.

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from foo_ops import _C
-from foo_ops._switches import switch
+from foo_ops._process import switch
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.sources import UserKernel

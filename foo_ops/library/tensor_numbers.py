@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.library.autocast import AUTOCASTS, register_autocast
 from foo_ops.library.operators import BACKWARDS, VARIANTS, find, keep
 

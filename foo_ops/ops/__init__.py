@@ -1,4 +1,4 @@
-"""Operators of ``torch.ops.foo``: one file each, which registers the operator at its import.
+"""Operators of ``torch.ops.foo``; the file of each one registers it at its import.
 
 Imported at the first use of an operator: see foo_ops/_operators.py.
 """
@@ -12,16 +12,18 @@ from foo_ops.ops.attention.varlen import attention_varlen
 from foo_ops.ops.cache_append import cache_append
 from foo_ops.ops.cross_entropy.linear import linear_cross_entropy
 from foo_ops.ops.cross_entropy.softmax import softmax_cross_entropy
-from foo_ops.ops.flex_attention.dense import flex_attention
-from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
 from foo_ops.ops.experts.grouped_linear import grouped_linear
-from foo_ops.ops.linear import linear
-from foo_ops.ops.linear_int4 import linear_int4
-from foo_ops.ops.linear_int8 import linear_int8
-from foo_ops.ops.linear_silu_mul import linear_silu_mul
 from foo_ops.ops.experts.mixture import moe_experts
 from foo_ops.ops.experts.quantized import moe_experts_quantized
-from foo_ops.ops.quantize_weight import dequantize_weight, quantize_weight
+from foo_ops.ops.flex_attention.dense import flex_attention
+from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
+from foo_ops.ops.linear import linear, linear_silu_mul
+from foo_ops.ops.linear_quantized import (
+    dequantize_weight,
+    linear_int4,
+    linear_int8,
+    quantize_weight,
+)
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
 from foo_ops.ops.silu_mul import silu_mul

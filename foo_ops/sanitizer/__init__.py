@@ -15,8 +15,18 @@ Example:
     ['race']
 """
 
-from foo_ops.sanitizer._control import Action, check, disable, enable, is_enabled
-from foo_ops.sanitizer.findings import Access, Finding, Frame, SanitizerError, SanitizerWarning
+from foo_ops.sanitizer.findings import (
+    Access,
+    Action,
+    Finding,
+    Frame,
+    SanitizerError,
+    SanitizerWarning,
+    check,
+    disable,
+    enable,
+    is_enabled,
+)
 
 __all__ = [
     "Access",

@@ -10,9 +10,9 @@ it. With pytest each check is a test of its own, by a plugin in the package::
 `OPERATORS` is the table of the package's own operators.
 """
 
+from foo_ops.testing.arguments import LAYOUTS, copy_with_layout
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
-from foo_ops.testing.checks.inductor import KnownFaultWarning
-from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
+from foo_ops.testing.checks.compilation import KnownFaultWarning
 from foo_ops.testing.spec import (
     OpSpec,
     Sample,
@@ -21,21 +21,32 @@ from foo_ops.testing.spec import (
     cotangents_for,
     random,
 )
-from foo_ops.testing.specs.abs import ABS, ABS_IN_PLACE, ABS_OUT
 from foo_ops.testing.specs.attention import ATTENTION
-from foo_ops.testing.specs.attention_int8_cache import ATTENTION_INT8_CACHE
-from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
-from foo_ops.testing.specs.cache_append import CACHE_APPEND
-from foo_ops.testing.specs.flex_attention import FLEX_ATTENTION
-from foo_ops.testing.specs.flex_attention_varlen import FLEX_ATTENTION_VARLEN
-from foo_ops.testing.specs.linear import LINEAR
-from foo_ops.testing.specs.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from foo_ops.testing.specs.linear_fused import LINEAR_ACTIVATION, LINEAR_SILU_MUL
-from foo_ops.testing.specs.quantized_linear import LINEAR_INT4, LINEAR_INT8
-from foo_ops.testing.specs.rms_norm import ADD_RMS_NORM, RMS_NORM
-from foo_ops.testing.specs.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
-from foo_ops.testing.specs.silu_mul import SILU_MUL
-from foo_ops.testing.specs.softmax_cross_entropy import SOFTMAX_CROSS_ENTROPY
+from foo_ops.testing.specs.attention_varlen import (
+    ATTENTION_INT8_CACHE,
+    ATTENTION_VARLEN,
+    CACHE_APPEND,
+)
+from foo_ops.testing.specs.cross_entropy import LINEAR_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY
+from foo_ops.testing.specs.elementwise import (
+    ABS,
+    ABS_IN_PLACE,
+    ABS_OUT,
+    ADD_RMS_NORM,
+    RMS_NORM,
+    ROTARY_EMBEDDING,
+    ROTARY_EMBEDDING_IN_PLACE,
+    SILU_MUL,
+)
+from foo_ops.testing.specs.experts import GROUPED_LINEAR, MOE_EXPERTS
+from foo_ops.testing.specs.flex_attention import FLEX_ATTENTION, FLEX_ATTENTION_VARLEN
+from foo_ops.testing.specs.linear import (
+    LINEAR,
+    LINEAR_ACTIVATION,
+    LINEAR_INT4,
+    LINEAR_INT8,
+    LINEAR_SILU_MUL,
+)
 
 __all__ = [
     "ABS",
@@ -47,6 +58,7 @@ __all__ = [
     "CHECKS",
     "FLEX_ATTENTION",
     "FLEX_ATTENTION_VARLEN",
+    "GROUPED_LINEAR",
     "LAYOUTS",
     "LINEAR",
     "LINEAR_ACTIVATION",
@@ -54,6 +66,7 @@ __all__ = [
     "LINEAR_INT4",
     "LINEAR_INT8",
     "LINEAR_SILU_MUL",
+    "MOE_EXPERTS",
     "OPERATORS",
     "RMS_NORM",
     "ROTARY_EMBEDDING",
@@ -79,6 +92,7 @@ OPERATORS = (
     *(FLEX_ATTENTION, FLEX_ATTENTION_VARLEN),
     CACHE_APPEND,
     *(LINEAR, LINEAR_ACTIVATION, LINEAR_SILU_MUL, LINEAR_INT8, LINEAR_INT4),
+    *(GROUPED_LINEAR, MOE_EXPERTS),
     LINEAR_CROSS_ENTROPY,
     *(RMS_NORM, ADD_RMS_NORM, SILU_MUL, SOFTMAX_CROSS_ENTROPY),
     *(ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE),

@@ -78,7 +78,9 @@ def activation_of(
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
-def factor_of(up: Tensor, *, limit: float | None = None, up_offset: float = 0.0, **_: Any) -> Tensor:
+def factor_of(
+    up: Tensor, *, limit: float | None = None, up_offset: float = 0.0, **_: Any
+) -> Tensor:
     """Return the factors of activated gates."""
     if limit is not None:
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
@@ -102,14 +104,22 @@ def moe_experts(
     output = hidden.new_zeros(hidden.shape[0], down.shape[1])
     for expert in range(gate_up.shape[0]):
         tokens, choices = torch.where(expert_index == expert)
-        x = linear(hidden[tokens], gate_up[expert], gate_up_bias[expert] if gate_up_bias is not None else None)
+        x = linear(
+            hidden[tokens],
+            gate_up[expert],
+            gate_up_bias[expert] if gate_up_bias is not None else None,
+        )
         gate, half = x, x.shape[1] // 2
         if is_gated:
             gate = x[:, ::2] if is_interleaved else x[:, :half]
         x_activated = activation_of(gate, **options)
         if is_gated:
-            x_activated = x_activated * factor_of(x[:, 1::2] if is_interleaved else x[:, half:], **options)
-        rows = linear(x_activated, down[expert], down_bias[expert] if down_bias is not None else None)
+            x_activated = x_activated * factor_of(
+                x[:, 1::2] if is_interleaved else x[:, half:], **options
+            )
+        rows = linear(
+            x_activated, down[expert], down_bias[expert] if down_bias is not None else None
+        )
         output = output.index_add(0, tokens, rows * expert_weight[tokens, choices, None])
     return output
 

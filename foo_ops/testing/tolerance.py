@@ -1,12 +1,46 @@
-"""Tolerances around a float64 reference, where the author gives no error budget."""
+"""Bounds of errors: of roundings, of results without an error budget, and of means."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+# ---------------------------------------------------------------------------------------- roundings
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to nearest."""
+    return torch.finfo(dtype).eps / 2
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Return the smallest positive number; half of it is the error of subnormal numbers."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def compute_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def roundings(count: int) -> float:
+    """Return the number of roundings to allow for in a sum or product of ``count`` terms.
+
+    There are at most ``count``. Since they are independent, their total exceeds ``8 * sqrt(count)``
+    roundings with a probability below 3e-14 (Higham and Mary 2019, A new approach to probabilistic
+    rounding error analysis, theorem 2.4 with lambda = 8).
+    """
+    return min(count, 8 * math.sqrt(count))
+
+
+# --------------------------------------------------------------------------------------- tolerances
+
+# Tolerances around a float64 reference, where the author gives no error budget.
+
 
 Tolerances = Mapping[torch.dtype, tuple[float, float]]
 
@@ -99,3 +133,72 @@ def spreads_of_gradients(
         (square - gradient.abs().square()).clamp(min=0).sqrt().nan_to_num(0.0)
         for square, gradient in zip(squares, gradients)
     ]
+
+
+# -------------------------------------------------------------------------------------------- means
+
+# Operators that draw random numbers are checked by their means, over calls with one seed each.
+#
+# No single result can be compared with a reference, but the mean of many can. Its error bound
+# follows from the spread of the results (Maurer and Pontil 2009, theorem 4): for normal numbers
+# seven standard deviations of the mean. The seeds are the same in every run, and so is the verdict.
+
+
+Tensors = tuple[Tensor, ...]
+
+# The logarithm of 2 / 1e-10: a correct mean exceeds the bound with probability 1e-10.
+_LOG = 23.7
+
+
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Seed the default generators of the CPU and of foo, and restore them at the end."""
+    foo = range(torch.get_device_module("foo").device_count())
+    with torch.random.fork_rng(foo, device_type="foo"):
+        torch.manual_seed(seed)
+        yield
+
+
+class Mean:
+    """The elementwise mean of tensors, and a bound on its distance from the expectation."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = self._square = self._most = torch.zeros(())
+
+    def add(self, value: Tensor) -> None:
+        wide = value.detach().cpu().to(torch.float64)
+        self._count += 1
+        self._sum = self._sum + wide
+        self._square = self._square + wide.square()
+        self._most = torch.maximum(self._most, wide.abs())
+
+    def value(self) -> Tensor:
+        return self._sum / self._count
+
+    def bound(self, expected: Tensor) -> Tensor:
+        """Bound the distance of the mean from the expectation."""
+        count = self._count
+        variance = (self._square / count - self.value().square()).clamp(min=0) * count / (count - 1)
+        # An event that never occurred may be rare: its size is at least that of the expectation.
+        largest = torch.maximum(self._most, expected.abs())
+        return (2 * variance * _LOG / count).sqrt() + 7 * largest * _LOG / (3 * (count - 1))
+
+
+def means(call: Callable[[], Sequence[Tensor]], draws: int) -> list[Mean]:
+    """Return the mean of each tensor that ``call`` returns, over calls with one seed each."""
+    found: list[Mean] = []
+    with seeded():
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            tensors = call()
+            found = found or [Mean() for _ in tensors]
+            for mean, tensor in zip(found, tensors):
+                mean.add(tensor)
+    return found
+
+
+def budget_of(mean: Mean, dtype: torch.dtype, expected: Tensor, given: Tolerances) -> Tensor:
+    """Return the bound of a mean, plus the rounding to the results' dtype."""
+    relative, absolute = (TOLERANCES | dict(given)).get(dtype, (0.0, 0.0))
+    return mean.bound(expected) + relative * expected.abs() + absolute

@@ -1,4 +1,4 @@
-"""Processes keep the processors from resting while the benchmark runs, and end with it."""
+"""Processes keep the processors awake while the benchmark runs, and end with it."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.awake import processors_awake
 
 
 def busy_processes():
-    """List the processors that this process's children keep busy, at the lowest priority."""
+    """List the processors that this process's children keep busy at the lowest priority."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -45,7 +45,7 @@ def test_nobody_is_busy_after_a_failure():
 
 def test_nobody_is_busy_for_a_parent_that_is_gone():
     processor = min(os.sched_getaffinity(0))
-    # A new interpreter, since it needs no torch.
+    # A new interpreter: the module needs no torch.
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.awake", str(processor), "0"], timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The benchmark runs threads at once, and says so where two of them get one core only."""
+"""The benchmark runs threads at once, and reports when two of them share one core."""
 
 import io
 import os
@@ -23,7 +23,7 @@ def peak(threads, *rates):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Pretend that there are two processors, and give an empty folder for /sys."""
+    """Pretend that there are two processors, and provide an empty folder in place of /sys."""
     monkeypatch.setattr(cores, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     return tmp_path
@@ -86,7 +86,7 @@ def test_threads_get_cores_of_their_own_first(machine, monkeypatch):
 
 
 def attempts(monkeypatch, *given):
-    """Set when threads start and end, attempt after attempt, in place of running them."""
+    """Replace the runs of threads: give each attempt's start and end times."""
     left = list(given)
     monkeypatch.setattr(peaks, "at_once", lambda run, threads, pool: left.pop(0))
     return left
@@ -111,7 +111,7 @@ def test_threads_stay_on_processors_of_their_own():
 
     def run(thread):
         seen[thread] = os.sched_getaffinity(0)
-        # Long enough to run beside the other.
+        # Long enough to run beside the other thread.
         sum(range(100_000))
 
     threads = min(2, len(usable))

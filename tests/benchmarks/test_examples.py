@@ -1,4 +1,4 @@
-"""The rows of the examples: what is measured computes the same as PyTorch's operators."""
+"""Rows of the examples: the measured functions compute the same as PyTorch's operators."""
 
 from pathlib import Path
 

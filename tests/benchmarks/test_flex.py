@@ -1,4 +1,4 @@
-"""The rows of flex attention compare what is the same, and are judged beside their peers."""
+"""Rows of flex attention compare equal computations, and each is judged beside its peer."""
 
 import re
 
@@ -30,7 +30,7 @@ def mask_of(row):
 
 @pytest.mark.parametrize("row", ROWS[:9], ids=lambda row: row.name)
 def test_a_row_measures_both(row, monkeypatch):
-    """A peer whose results differ would raise. Compiling PyTorch's takes too long for a test."""
+    """A peer with other results would raise. Compiling PyTorch's takes too long for a test."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(flex, "torch_flex", flex.foo_ops.flex_attention)
     (case,) = [it for it in flex.cases(LENGTH, (row.dtype,)) if it.name == row.name]
@@ -119,7 +119,7 @@ def test_hidden_pairs_are_white_and_high_scores_dark():
 
 @pytest.mark.parametrize("title", ["Prefix", "ALiBi"])
 def test_variants_are_timed_with_longer_sequences(title):
-    """Beside attention of as many rows of the batch, in both directions."""
+    """Beside dense attention with as many batch rows, in both directions."""
     of_title = [it for it in flex_gallery.cases(LENGTH, ("float32",)) if it.name.startswith(title)]
     assert [it.name.split(", ")[1] for it in of_title] == ["forward", "backward"]
     for case in of_title:
@@ -130,7 +130,7 @@ def test_variants_are_timed_with_longer_sequences(title):
 
 @pytest.mark.parametrize("title", VARIANTS)
 def test_the_code_of_the_gallery_takes_any_length(title):
-    """As much of the keys is hidden, and what is captured reaches all positions."""
+    """The share of hidden keys stays, and captured tensors cover all positions."""
     shares = []
     for length in (gallery.LENGTH, 4 * gallery.LENGTH):
         names = VARIANTS[title].run(length)
@@ -139,7 +139,7 @@ def test_the_code_of_the_gallery_takes_any_length(title):
         mask_mod = names.get("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= 0)
         seen = mask_mod(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
         shares.append(float(seen.expand(length, length).double().mean()))
-    # The diagonal, and the rounding of a border, count for less in a longer sequence.
+    # The diagonal, and the rounding at borders, have less weight in longer sequences.
     assert abs(shares[0] - shares[1]) < 0.08
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp computes what the model of transformers does, where it is installed."""
+"""llama.cpp computes the same as the model of transformers, where it is installed."""
 
 import importlib.util
 
@@ -29,7 +29,7 @@ def test_logits(decodes):
 
 @pytest.mark.parametrize("phase", ["prefill", "decoding"])
 def test_contenders(phase):
-    """What is not installed is named, and a contender whose result differs would be missing."""
+    """Missing packages are named; a contender with another result would be missing."""
     case = next(it for it in models.cases(SIZE, 1) if f"{phase}, bfloat16" in it.name)
     (result,) = measure(case, TINY)
     names = {"llama.cpp", *(f"llama.cpp, {bits} bits" for bits in (8, 4) if phase == "decoding")}
@@ -38,7 +38,7 @@ def test_contenders(phase):
 
 
 def test_rotations_have_neighbours_for_pairs():
-    """A projection of queries that is written, then rotated by neighbours, is the model's own."""
+    """A query projection, written and rotated in neighbouring pairs, equals the model's own."""
     model = SIZE.model("float64")
     own = model.model.layers[0].self_attn.q_proj.weight
     written = dict(named_tensors(model))["blk.0.attn_q.weight"]

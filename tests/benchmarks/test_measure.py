@@ -1,4 +1,4 @@
-"""The benchmark's peaks do all their operations, and its clock measures in turn."""
+"""The kernels for the peaks do all their operations, and contenders are timed in turn."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def test_kernel_of_the_matrix_unit_does_all_its_operations():
     a, b = torch.full((512,), 3.0).bfloat16(), torch.full((512,), 0.25).bfloat16()
     total = torch.zeros(256)
     peaks.compiled(peaks.matrix_kernel)(total.data_ptr(), a.data_ptr(), b.data_ptr(), 5)
-    # A quarter of the products go to the register that is stored.
+    # A quarter of the products go to the stored register.
     assert total.tolist() == [5 * peaks.CHAINS / 4 * 32 * 3 * 0.25] * 256
 
 
@@ -94,7 +94,7 @@ def test_every_peak_has_rows(monkeypatch):
     if not has_bfloat16_dot():
         assert found.pop((peaks.BF16_DOT, 1)) is None
     assert ((peaks.MATRIX, 2) in found) == has_matrix_unit()
-    # No machine does a million times more or less in a second.
+    # Plausible for any machine: 1e7 to 1e13 per second.
     assert all(1e7 < 1 / second < 1e13 for seconds in found.values() for second in seconds)
 
 
@@ -102,7 +102,7 @@ def test_every_peak_has_rows(monkeypatch):
 
 
 class Clock:
-    """A contender whose calls take the time that it is told, without waiting."""
+    """A contender whose calls report a given time, without waiting."""
 
     def __init__(self, seconds, result=1.0):
         self.seconds = seconds
@@ -118,7 +118,7 @@ class Clock:
 
 
 class Recorder:
-    """Records in one list whose turn it was, in place of the turns of all clocks."""
+    """Records the order of all contenders' turns in one list, in place of `Clock.turns`."""
 
     def __init__(self, order, name):
         self.order = order
@@ -148,7 +148,7 @@ def test_slow_contenders_leave_early():
     one, _ = measure(clock_case(**contenders), limits)
     turns = {name: len(seconds) for name, seconds in one.seconds.items()}
     assert turns == {"foo": 9, "quick": 4, "slow": 3, "snail": 1}
-    # The call that has shown how long it takes is its turn.
+    # The call that measured its duration counts as its turn.
     assert contenders["snail"].turns.count((1, 1)) == 1
 
 

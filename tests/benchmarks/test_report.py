@@ -1,4 +1,4 @@
-"""The benchmark judges right, and its tables, plots and README say what was measured."""
+"""The benchmark judges correctly, and its tables, plots and README give the measurements."""
 
 import dataclasses
 import io
@@ -136,7 +136,7 @@ def test_all_that_is_missed_is_said():
 
 
 def test_ratios_are_taken_round_by_round():
-    """A machine that gets slower slows all, and a contender may leave early."""
+    """A machine that slows down affects all, and a contender may leave early."""
     result = row(long("float32"), foo=[80.0, 40.0, 20.0, 10.0], flash=[40.0, 20.0])
     result.references[peaks.FMA] = [90.0, 45.0, 22.5, 11.25]
     assert targets.fractions(result, peaks.FMA) == pytest.approx([8 / 9] * 4)
@@ -281,7 +281,7 @@ def test_tally_counts_verdicts():
 
 
 def of_model(name, *speeds, **others):
-    """Make a row of a model that is so many times as fast with `apply`, round by round."""
+    """Make a model's row with these speedups by `apply`, one per round."""
     seconds = {"foo": [1 / it for it in speeds], "torch": [1.0] * len(speeds), **others}
     return Result(models.SECTION, name, 2, 768.0, True, seconds)
 

@@ -1,4 +1,4 @@
-"""The benchmark's tables in a terminal: nothing is cut, and like is compared with like."""
+"""The benchmark's terminal tables: nothing is cut off, and each compares like with like."""
 
 import io
 
@@ -34,7 +34,7 @@ def test_options_are_compared_with_the_same_options(result):
 
 @pytest.mark.parametrize("width", [70, 120, 200, 250])
 def test_tables_fit_the_terminal(result, width):
-    """What does not is in another table below."""
+    """Columns that do not fit go to another table below."""
     machine = dict.fromkeys(results_file.machine_facts(), "known")
     content = results_file.Content("2026-01-01", "default", machine, [result], None)
     console = Console(width=width, record=True, file=io.StringIO())

@@ -60,7 +60,7 @@ def test_operations_are_those_of_the_pairs_that_an_option_leaves(options):
     if workload.window:
         seen &= query - key < 3
     if workload.is_packed:
-        # 2, 5 and 7 of 25, and the rest.
+        # Sequences of 2, 5 and 7 of the 25 positions, and the rest.
         starts = torch.tensor([2, 7, 14])
         seen &= torch.bucketize(query, starts, right=True) == torch.bucketize(
             key, starts, right=True
@@ -104,7 +104,7 @@ def left_out(workload):
 
 
 def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
-    """A contender whose result differs would be missing."""
+    """A contender with another result would be missing."""
     monkeypatch.setattr(attention, "THREADS", (1,))
     workload = dataclasses.replace(FORWARD, query_length=512, key_length=512)
     (result,) = measure(cases.attention_case(workload, (1,)), TINY)
@@ -116,7 +116,7 @@ def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
 
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_every_contender_of_a_quantized_layer(group_size):
-    """What is not installed is named, and a contender whose result differs would be missing."""
+    """Missing packages are named; a contender with another result would be missing."""
     layer = quantized_linear.Layer("bfloat16", 64, 128, 64, group_size)
     case = Case(layer.name, "", partial(quantized_linear.contenders, layer), (1,))
     (result,) = measure(case, TINY)
@@ -176,7 +176,7 @@ def test_flex_takes_part_where_it_is_worth_its_compilation():
     ids=str,
 )
 def test_every_kind_of_row(changes, monkeypatch):
-    """Every kind is measured, but for contenders that compile or start a process."""
+    """Every kind is measured, except contenders that compile or start a process."""
     for name in ("flex", "Zentorch"):
         monkeypatch.setattr(attention, name, left_out)
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
@@ -234,7 +234,7 @@ def test_small_rows_of_other_sections():
 
 
 def test_every_way_to_the_loss_of_a_layer(monkeypatch, fresh_compiler):
-    """A contender whose loss or gradients differ would be missing."""
+    """A contender with another loss or gradient would be missing."""
     monkeypatch.setattr(linear_cross_entropy, "WIDTH", 16)
     peers = ["linear, softmax_cross_entropy", "torch", "torch in chunks"]
     for case in linear_cross_entropy.cases(5, [70], ["float32"], [1]):

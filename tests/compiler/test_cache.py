@@ -1,4 +1,4 @@
-"""Kernels compile once, come from the cache afterwards, and a bad cache costs time alone."""
+"""Kernels compile once, then come from the cache, and a broken cache only costs time."""
 
 import shutil
 
@@ -98,7 +98,7 @@ def test_folders_in_place_of_files(filled, tmp_path):
 
 @pytest.mark.parametrize("folder", ["file/cache", "/proc/foo_ops"])
 def test_cache_that_cannot_be_written(tmp_path, folder):
-    """Root may write everywhere but not inside a file, and not in /proc."""
+    """Root may write everywhere except inside a file and in /proc."""
     (tmp_path / "file").write_text("in the way")
     printed, logged = run(PROGRAM, tmp_path / folder)
     assert printed == COMPILED
@@ -160,7 +160,7 @@ def test_processes_that_fill_one_cache_at_once(tmp_path):
 
 
 def test_thread_that_waits_for_a_kernel_holds_no_lock_that_python_needs(tmp_path):
-    """The compiling thread takes the GIL, which the caller's C++ code must not hold."""
+    """The compiling thread takes the GIL, so the waiting caller's C++ code must not hold it."""
     program = """
 import threading, torch
 ticks = []
@@ -194,7 +194,7 @@ def test_same_address_every_time():
     assert resolve("foo::abs", "float32") != resolve("foo::abs", "float64")
 
 
-# The whole path on another processor: values and gradients. Argument: the dtype.
+# Values and gradients as compiled for another processor. Argument: the dtype.
 PROCESSOR = """
 import dataclasses
 import sys
@@ -216,7 +216,7 @@ print("right")
         ("float32", {"FOO_VECTOR_BITS": "256"}),
         ("float16", {"FOO_VECTOR_BITS": "128"}),
         ("float32", {"NUMBA_CPU_NAME": "generic"}),
-        # As with AVX512-BF16, whose instructions are put together from others.
+        # As with AVX512-BF16, whose instructions are emulated.
         (
             "bfloat16",
             {"FOO_MATRIX_UNIT": "0", "FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "512"},
@@ -224,7 +224,7 @@ print("right")
         ("bfloat16", {"FOO_MATRIX_UNIT": "0", "FOO_BFLOAT16_PAIRS": "0"}),
         # As with AMX, whose tiles are multiplied with vectors where it is missing.
         ("float32", {"FOO_MATRIX_UNIT": "1"}),
-        # With F16C, as LLVM would else call functions for float16 that are not there.
+        # With F16C: LLVM would otherwise call missing functions for float16.
         (
             "float16",
             {"FOO_MATRIX_UNIT": "1", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+f16c"},
@@ -235,7 +235,7 @@ print("right")
     ids=str,
 )
 def test_kernels_for_other_processors(dtype, environment):
-    """They use the user's own cache, so that only the first run compiles."""
+    """The user's own cache is used, so that only the first run compiles."""
     assert run(PROCESSOR, cache_directory(), dtype, **environment) == ("right", "")
 
 
@@ -255,7 +255,7 @@ def test_switch_must_be_on_or_off(tmp_path, name):
 
 
 def test_stored_kernels_may_use_the_matrix_unit(tmp_path):
-    """The process that loads them asks for its registers, as the one did that compiled them."""
+    """The loading process requests the unit's registers, like the compiling one."""
     program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 64, 64).bfloat16())"
     run(program, tmp_path, FOO_MATRIX_UNIT="1")
     before = contents(tmp_path)
@@ -275,15 +275,15 @@ def test_llvm_prefers_the_widest_vectors(monkeypatch, has_avx512):
 @pytest.mark.parametrize(
     "link",
     [
-        # To what a test's file knows of pytest where it asserts: all of pytest.
+        # All of pytest, through the names that a test file's asserts use.
         "made.before = links[-1:]",
-        # The others are behind a chain that is longer than Python's stack.
+        # The other links are behind a chain that is deeper than Python's stack.
         "made.before = links and links[0]; links.clear()",
     ],
     ids=["many", "deep"],
 )
 def test_functions_that_refer_to_all_there_is(link, tmp_path):
-    """A key of that would take minutes and gigabytes: the kernel is right, and not kept."""
+    """Hashing it all would take minutes and gigabytes: the kernel is right, but not cached."""
     program = f"""
 import torch
 from numba.extending import intrinsic

@@ -1,4 +1,4 @@
-"""A fault of the cache on disk costs time alone, and is reported once."""
+"""A fault of the cache on disk only costs time, and is reported once."""
 
 import os
 import shutil
@@ -100,10 +100,10 @@ print(len(os.listdir(os.environ["FOO_CACHE_DIR"])))
 
 
 def test_full_disk(tmp_path):
-    """The limit for file sizes stands for a full disk. No half-written file is left behind."""
+    """The file size limit imitates a full disk. No half-written file is left behind."""
     program = f"""{USE}
 import resource, signal
-from foo_ops.kernels.compiler import load
+from foo_ops.kernels.compiler import cache
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 # Room for what is logged.
@@ -162,7 +162,7 @@ WARNING = (
 
 @pytest.mark.parametrize("moment", ["before the first kernel", "between kernels"])
 def test_upgrade_under_a_running_process(package, tmp_path, moment):
-    """The kernels that it compiles are neither of the old version nor of the new one."""
+    """Kernels compiled after the upgrade are cached for neither version."""
     program = f"""{UPGRADE}
 import foo_ops.kernels
 if {moment!r} == "between kernels":
@@ -174,14 +174,14 @@ use(torch.float64, torch.int32)
     assert run_copy(program, package, folder) == ("", WARNING)
     files = sorted(path.name.rpartition("-")[0] for path in folder.glob("*"))
     assert files == (["absolute-float32"] if moment == "between kernels" else [])
-    # The new version compiles all for itself, and keeps it.
+    # The new version compiles all kernels itself, and caches them.
     assert run_copy(f"{USE}\nuse(torch.float32, torch.float64)", package, folder) == ("", "")
     kept = [path.name.rpartition("-")[0] for path in folder.glob("*")]
     assert sorted(kept) == sorted([*files, "absolute-float32", "absolute-float64"])
 
 
 def test_upgrade_before_the_compiler_is_loaded(package, tmp_path):
-    """All that it compiles is of the new version."""
+    """The process compiles all kernels with the new version."""
     folder = tmp_path / "cache"
     program = f"{UPGRADE}\nupgrade()\nuse(torch.float64)"
     assert run_copy(program, package, folder) == ("", "")

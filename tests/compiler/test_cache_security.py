@@ -1,4 +1,4 @@
-"""Object code is loaded only from files that nobody but this user and root could write."""
+"""Object code is loaded only from files that only this user and root could write."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.processes import BECOME, run
 
-# Calls a kernel, and prints whether it was compiled. The arguments are users that the process
-# becomes before and the mask of permissions that it takes from files.
+# Calls a kernel, and prints whether it was compiled. Arguments: the umask for new files, and the
+# user to become first.
 PROGRAM = f"""{BECOME}
 import os, sys
 import torch
@@ -44,13 +44,13 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def cache(filled, tmp_path):
-    """Make a folder of kernels, which a test may spoil."""
+    """Copy the folder of kernels, so that a test may change it."""
     return shutil.copytree(filled, tmp_path / "cache")
 
 
 @pytest.fixture
 def public():
-    """Make a folder to which everybody has access."""
+    """Make a folder that everybody can access."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -89,7 +89,7 @@ def test_files_that_others_may_write(cache, mode):
     printed, logged = run(PROGRAM, cache)
     assert printed == COMPILED
     assert logged.count("is compiled again: others than its owner may write to it") == 2
-    # They have been replaced.
+    # Both files have been replaced.
     assert modes(cache) == {0o700, 0o600}
     assert run(PROGRAM, cache) == (LOADED, "")
 
@@ -132,7 +132,7 @@ def test_folder_of_root_that_all_share(filled, public):
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_files_that_are_none(cache, tmp_path, kind):
-    """A link to a whole file is not followed, and nobody waits for who writes to a pipe."""
+    """A link to a valid file is not followed, and nobody waits for a pipe's writer."""
     for path in list(cache.iterdir()):
         elsewhere = path.rename(tmp_path / path.name)
         path.symlink_to(elsewhere) if kind == "link" else os.mkfifo(path)
@@ -142,7 +142,7 @@ def test_files_that_are_none(cache, tmp_path, kind):
 
 
 def test_folder_that_is_a_link(cache, tmp_path):
-    """A cache folder may lie in a home that is a link: the folder that it leads to counts."""
+    """A cache folder may be in a home that is a link: the folder behind it counts."""
     link = tmp_path / "link"
     link.symlink_to(cache)
     assert run(PROGRAM, link) == (LOADED, "")

@@ -35,7 +35,7 @@ def power8(x):
     return fourth * fourth
 
 
-# A function of scalars, and the same of tensors in torch, where no constant promotes.
+# A function of scalars, and its equivalent on torch tensors, where constants do not promote.
 FORMULAS = {
     "float": (lambda x: x * 0.1, lambda x: x * 0.1),
     "from the left": (lambda x: 0.1 - x, lambda x: 0.1 - x),
@@ -93,14 +93,14 @@ def test_a_constant_takes_the_type_of_what_it_meets(name, lib):
 
 
 def test_in_a_comparison(lib):
-    """0.1 is another number in float32."""
+    """0.1 is a different number in float32."""
     kernel = library.elementwise_kernel(lambda x: 1 if x == 0.1 else 0)
     equal = define(lib, "equal", kernel)
     assert equal(torch.tensor([0.1, 0.2])).tolist() == [1, 0]
 
 
 def test_integers_stay_integers(lib):
-    """A constant expression of integers is one, up to 64 bits; a quotient is a float."""
+    """Constant integer expressions are integers of up to 64 bits; a quotient is a float."""
     size = 2**31
 
     def moved(x):
@@ -112,7 +112,7 @@ def test_integers_stay_integers(lib):
 
 
 def test_a_variable_is_no_constant(lib):
-    """Neither is one that has two values, nor the number of a step."""
+    """Neither a variable with two values nor a loop counter is a constant."""
     lib.define("steps(Tensor x) -> Tensor")
     library.register_fake("foo_constants::steps", lambda x: torch.empty_like(x), lib=lib)
 
@@ -142,7 +142,7 @@ def test_of_integers_and_complex_numbers(lib):
 
 
 def test_variables_promote_as_ever(lib):
-    """A number that comes as an argument is float64 in a tile kernel, and what it meets too."""
+    """A float argument is float64 in a tile kernel, and so are results computed with it."""
     lib.define("tile(Tensor x, float y) -> Tensor")
     library.register_fake("foo_constants::tile", lambda x, y: torch.empty_like(x), lib=lib)
 

@@ -1,4 +1,4 @@
-"""What the compiler of kernels leaves as it was for all other code that LLVM compiles."""
+"""Compiling our kernels leaves LLVM's options for all other code unchanged."""
 
 import llvmlite.binding as llvm
 import torch
@@ -8,7 +8,7 @@ from foo_ops.kernels.compiler import emit
 
 
 def loop_with_a_branch(size):
-    """Make a function with a loop of so many instructions, and a branch that it does not change."""
+    """Make a function with a loop of ``size`` additions and a loop-invariant branch."""
     sums = "\n".join(f"  %x{i + 1} = fadd float %x{i}, 1.0" for i in range(size))
     return f"""
 define void @f(ptr noalias %source, ptr noalias %target, i1 %is_first, i64 %count) {{
@@ -38,7 +38,7 @@ out:
 
 
 def loops(size):
-    """Return how many loops LLVM makes of it as the options of this process stand."""
+    """Return the number of loops that LLVM makes of it, with the current options."""
     llvm.initialize_native_target()
     machine = llvm.Target.from_default_triple().create_target_machine(opt=3)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -50,7 +50,7 @@ def loops(size):
 
 
 def test_options_of_llvm_hold_for_our_kernels_alone(monkeypatch, tmp_path):
-    """Numba's functions of the same process are compiled as without us, before and after."""
+    """Numba's other functions in the process compile as without us, before and after."""
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
     seen = []
 

@@ -1,4 +1,4 @@
-"""What is read next is fetched to the cache that each processor fills quicker."""
+"""Kernels prefetch into the cache level that each processor fills faster."""
 
 import platform
 
@@ -11,12 +11,12 @@ from foo_ops.kernels.linear.few_rows import make_few_rows_kernel
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
 
 FIRST, SECOND = "prefetcht0", "prefetcht1"
-# The three bits that tell these instructions apart.
+# The three bits that distinguish these instructions.
 INSTRUCTIONS = {1: FIRST, 2: SECOND}
 
 
 def fetching_instructions(code):
-    """Return the names of those in object code: the bytes 0f 18, and one that says where to."""
+    """Return the prefetch instructions in object code: bytes 0f 18, then one for the level."""
     following = [part[:1] for part in code.split(b"\x0f\x18")[1:]]
     return {INSTRUCTIONS.get(byte[0] >> 3 & 7) for byte in following if byte}
 

@@ -30,7 +30,7 @@ class OtherMode(enum.Enum):
 
 
 def made_of(code, **names):
-    """Make a function ``f`` from its source, with globals."""
+    """Make a function ``f`` from its source, with these globals."""
     namespace = dict(names)
     exec(code, namespace)
     return namespace["f"]
@@ -50,7 +50,7 @@ def module_with(**names):
 
 
 def object_with(**attributes):
-    """Make an object of a class that has no text of its own."""
+    """Make an object whose class has no readable text."""
     made = type("Options", (), {})()
     vars(made).update(attributes)
     return made
@@ -196,7 +196,7 @@ DIFFERENT = {
 def test_other_code(what):
     one, other = DIFFERENT[what]
     assert fingerprint(one) != fingerprint(other)
-    # No address in it: it is the same in each process.
+    # No address: it is the same in each process.
     assert not re.search(rb"0x[0-9a-f]{6}", fingerprint(one).content)
 
 
@@ -222,13 +222,13 @@ def test_what_makes_the_kernel_and_its_options_count():
 
 
 def test_the_functions_of_the_language_differ():
-    """A kernel that closes over one of them has no other's object code."""
+    """A kernel that closes over one of them never gets another one's object code."""
     parts = {fingerprint(closing_over(getattr(language, name))) for name in language.__all__}
     assert len(parts) == len(language.__all__)
 
 
 def test_the_modules_of_the_language_are_those_that_its_names_are_loaded_from():
-    """However a kernel has a name: as an attribute, or as the function itself."""
+    """Whether a kernel has a name as an attribute, or as the function itself."""
     for name in language.__all__:
         function = getattr(language, name)
         assert function.__module__ == language.MODULE_OF[name]
@@ -250,7 +250,7 @@ def test_what_is_registered_beside_a_type_of_numba_counts(monkeypatch, tmp_path)
 
 
 class Picky:
-    """Refuses to be asked for what it has not, as pytest.mark does."""
+    """Raises on missing attributes, as pytest.mark does."""
 
     def __getattr__(self, name):
         raise RuntimeError(name)

@@ -1,4 +1,4 @@
-"""Forked children use operators of the CPU, whatever the threads of their parent were doing."""
+"""Forked children use the CPU's operators, whatever their parent's threads were doing."""
 
 import pytest
 from support.processes import AT_MOMENT, run
@@ -122,7 +122,7 @@ print("right")
     assert run(program, tmp_path)[0] == "right"
 
 
-# Threads that take the locks of the extension as often as they can. The last one uses the device.
+# Threads that take the extension's locks as often as they can. The last one uses the device.
 BUSY = {
     "layouts of results": "torch.ops.foo.rms_norm(torch.ones(2, 8), torch.ones(8))",
     "pinned memory": "torch.ones(3).is_pinned('foo')",
@@ -157,7 +157,7 @@ print("right")
 
 
 def test_child_of_a_process_that_used_the_device(tmp_path):
-    """It raises, and never hangs, also where tensors of the parent end."""
+    """The child gets an error and never hangs, even when the parent's tensors are freed."""
     program = f"""{FORKS}
 from foo_ops import ops
 tensor = torch.ones(1000, device="foo")

@@ -1,4 +1,4 @@
-"""The compiler leaves Python's garbage collection as it was."""
+"""The compiler leaves Python's garbage collector as it was."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from foo_ops.kernels.compiler.emit import without_garbage_collection
 @pytest.fixture(autouse=True)
 def enabled_again():
     thresholds = gc.get_threshold()
-    # conftest.py freezes all that is there before the tests.
+    # conftest.py freezes all objects before the tests.
     gc.unfreeze()
     yield
     gc.unfreeze()
@@ -25,7 +25,7 @@ def enabled_again():
 
 
 def collects():
-    """Return whether Python collects garbage by itself."""
+    """Return whether automatic garbage collection is on."""
     phases = []
     gc.callbacks.append(lambda phase, _: phases.append(phase))
     kept = [[number] for number in range(10 * gc.get_threshold()[0] + 10_000)]
@@ -118,7 +118,7 @@ class Linked:
 
 
 def test_garbage_of_the_compiler_is_collected_at_once():
-    """Old garbage waits: to look at all old objects takes a tenth of a second beside torch."""
+    """Old garbage stays: with torch, visiting all old objects takes a tenth of a second."""
     old = weakref.ref(Linked())
     with without_garbage_collection():
         assert old() is not None
@@ -137,7 +137,7 @@ def test_nothing_is_collected_where_collection_is_off():
 
 
 def test_a_kernel_leaves_few_objects():
-    """Its LLVM is kept as bytes, and Numba's IR is not: together 10,000 objects."""
+    """Its LLVM is kept as bytes and Numba's IR is dropped: together these are 10,000 objects."""
     operators = [library.numba_op(f"foo_garbage::f{i}")(logistic) for i in range(2)]
     operators[0](torch.ones(3))
     gc.collect()

@@ -1,4 +1,4 @@
-"""Signals and exceptions that come while a kernel is compiled reach the caller as they are."""
+"""Signals and exceptions during compilation reach the caller unchanged."""
 
 import pytest
 from support.parts import whole
@@ -51,7 +51,7 @@ print(torch.ops.foo.abs(x).tolist())
 
 
 def test_interrupts_at_any_moment(tmp_path):
-    """Each interrupt ends the call, and the kernel is compiled all the same."""
+    """Each interrupt ends the call, and the kernel is compiled nevertheless."""
     program = f"""{MOMENTS}
 for attempt in range(24):
     timer = threading.Timer(attempt * 0.03, signal.raise_signal, [signal.SIGINT])
@@ -109,7 +109,7 @@ print(torch.ops.foo.abs(x).tolist())
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", *whole("MemoryError")])
 @pytest.mark.parametrize("place", ["fake", "refuse", "backward", "kernel"])
 def test_exceptions_of_users_functions_that_cpp_calls(tmp_path, place, error):
-    """``kernel`` is called while it is compiled, and raises."""
+    """``kernel`` is called during compilation, and raises."""
     program = f"""
 import torch
 from foo_ops import library

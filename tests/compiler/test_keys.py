@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import foo_ops.ops
-from foo_ops.kernels.compiler import load, sources
+from foo_ops.kernels.compiler import cache, sources
 from foo_ops.kernels.compiler.kernel import KERNELS
 
 PROGRAM = Path(__file__).parents[1] / "support/kernel_codes.py"
@@ -21,7 +21,7 @@ SCORE_MOD = (
     "int32 sub 1 2\nfloat32 cast 3\nfloat32 exp 4\nfloat32 add 0 5\noutput 6\n\n\n\n"
 )
 CACHES = "bfloat16-4d,bfloat16-4d,bfloat16-4d,bfloat16-4d"
-# In less than a second each.
+# Compiled in less than a second each.
 QUICK = {
     "abs": ("foo::abs", "float32"),
     "silu_mul": ("foo::silu_mul", "bfloat16"),
@@ -45,7 +45,7 @@ KERNELS_OF = QUICK | {
 
 
 def modules_of(name):
-    """Return the modules that the key of a kernel has, without the package's name."""
+    """Return the modules in a kernel's key, without the package's name."""
     kernel, signature = KERNELS_OF[name]
     found = sources.closure(KERNELS[kernel].fingerprint(signature).modules)
     return {it.removeprefix(f"{sources.PACKAGE}.") for it in found}
@@ -81,7 +81,7 @@ LINEAR = {"linear_finish", "linear", "int4", "int8", "cross_entropy"}
         ("compiler.numba_target.passes", set(KERNELS_OF)),
         ("compiler.processor", set(KERNELS_OF)),
         ("flex.program", {*ATTENTION, "score_mod"}),
-        # They word its messages.
+        # The module words messages for users' kernels.
         ("compiler.reasons", USERS),
         ("compiler.cache", set()),
     ],
@@ -95,7 +95,7 @@ def test_keys_change_with_the_sources(monkeypatch, module):
     def keys():
         sources.digest.cache_clear()
         sources._read.cache_clear()
-        return {name: load._key(KERNELS[it], code) for name, (it, code) in KERNELS_OF.items()}
+        return {name: cache._key(KERNELS[it], code) for name, (it, code) in KERNELS_OF.items()}
 
     before, source = keys(), sources.source
     assert len(set(before.values())) == len(before)
@@ -110,13 +110,13 @@ def test_keys_change_with_the_sources(monkeypatch, module):
 @pytest.mark.parametrize("version", ["_NUMBA", "_NUMPY"])
 def test_versions_count(monkeypatch, version):
     kernel = KERNELS["foo::abs"]
-    before = load._key(kernel, "float32")
-    monkeypatch.setattr(load, version, "99.0")
-    assert load._key(kernel, "float32") != before
+    before = cache._key(kernel, "float32")
+    monkeypatch.setattr(cache, version, "99.0")
+    assert cache._key(kernel, "float32") != before
 
 
 def test_the_version_counts_where_there_are_no_sources(monkeypatch):
-    """As in a program that was packed into one file."""
+    """For example in a program packed into one file."""
     monkeypatch.setattr(sources, "MODULES", frozenset())
     digest = sources.digest.__wrapped__
     before = digest(frozenset())
@@ -140,7 +140,7 @@ class Copy:
             stdout=subprocess.PIPE,
             text=True,
         )
-        # The code does not see an edit of these, which are imported before; the keys do.
+        # An edit of modules imported before does not affect the code, but it does affect the keys.
         imported = json.loads(self._process.stdout.readline())
         self.imported = {it.removeprefix(f"{sources.PACKAGE}.") for it in imported}
         self._before = {}
@@ -153,22 +153,22 @@ class Copy:
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def made(self, names):
-        """Return key and code of kernels, from one process."""
+        """Compile kernels in one process, and return their keys and codes."""
         return self._made(None, names)[0]
 
     def before(self, names):
-        """Return key and code of kernels."""
+        """Return keys and codes of kernels before any edit; each is compiled once."""
         missing = [name for name in names if name not in self._before]
         self._before |= dict(zip(missing, self.made(missing)))
         return {name: self._before[name] for name in names}
 
     def after(self, module, text, names):
-        """Return key and code of kernels after an edit of a module."""
+        """Return keys and codes of kernels after an edit of a module."""
         path = self._path(module).relative_to(self._package / "kernels")
         return dict(zip(names, self._made((str(path), text), names)[0], strict=True))
 
     def modules(self, name):
-        """Return the modules that are imported to make a kernel, and its IR."""
+        """Return the modules that are imported to generate a kernel's IR."""
         ((_, code),), modules = self._made(None, [name], emits=False)
         assert "Error" not in code
         return {it.removeprefix(f"{sources.PACKAGE}.") for it in modules}
@@ -190,7 +190,7 @@ def _without_cpp(folder, names):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A process of its own sees the sources of the copy."""
+    """Provide a copy with its own process, which sees the copy's sources."""
     made = Copy(tmp_path_factory.mktemp("copy"))
     yield made
     made.close()
@@ -200,7 +200,7 @@ NEXT = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Lt: ast.LtE, 
 
 
 def edited(text, seed):
-    """Change a number or an operator of a module, which one the seed says."""
+    """Change a number or an operator of a module, chosen by the seed."""
     tree = ast.parse(text)
     places = [node for node in ast.walk(tree) if _changed(node) is not None]
     if not places:
@@ -221,7 +221,7 @@ def _changed(node):
 
 
 def check_edit(copy, module, seed, names):
-    """Compare keys and code after an edit, and return the kernels whose code has changed."""
+    """Compare keys and codes after an edit, and return the kernels whose code has changed."""
     before = copy.before(names)
     after = copy.after(module, edited(copy.text(module), seed), names)
     keys, codes = ({it for it in names if before[it][i] != after[it][i]} for i in range(2))
@@ -230,11 +230,10 @@ def check_edit(copy, module, seed, names):
     return codes
 
 
-# They find, keep, load and run kernels, and say what is wrong with them. The table of the kernels
-# says what makes each one, and with which options: that is in the key itself.
+# Modules that find, cache, load and run kernels, or report their errors. The table of kernels says
+# how each is made and with which options; the key itself contains these.
 AROUND = {
-    *("advice", "cache", "fingerprint", "interpret", "load", "reasons", "resolve"),
-    "sources",
+    *("cache", "fingerprint", "interpret", "reasons", "resolve", "sources"),
 }
 AROUND = {*(f"compiler.{name}" for name in AROUND), "flex", "flex.program", "table"}
 OF_USERS = {"user", "user.sources"}
@@ -242,18 +241,18 @@ OF_USERS = {"user", "user.sources"}
 
 @pytest.mark.parametrize("name", KERNELS_OF)
 def test_modules_that_run_count(copy, name):
-    """Whatever is imported to make a kernel can change its code."""
+    """Any module imported to generate a kernel can change its code."""
     around = AROUND if name in USERS else AROUND | OF_USERS
     assert copy.modules(name) | (copy.imported - around) <= modules_of(name)
 
 
 def test_code_is_the_same_in_each_process(copy):
-    """Whatever was compiled before: Numba numbers the functions of a process."""
+    """Independent of earlier compilations: Numba numbers a process's functions."""
     alone, behind = copy.made(["merge"]), copy.made(["abs", "sum_chunks", "merge"])
     assert alone[-1] == behind[-1]
 
 
-# Some edits change no code: that of a message, or of another dtype.
+# Some edits change no code: those of messages, or for other dtypes.
 EDITS = 10
 
 

@@ -1,4 +1,4 @@
-"""Loops over range in kernels visit the numbers that Python's do."""
+"""Loops over range in kernels visit the same numbers as in Python."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A kernel is compiled also where its compiler could wait for what waits for it."""
+"""A kernel also compiles where its compiler could wait for code that waits for the kernel."""
 
 from support.processes import run
 

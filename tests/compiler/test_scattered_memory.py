@@ -1,12 +1,12 @@
-"""Kernels are linked right where the free memory of a process lies in pieces far apart."""
+"""Kernels are linked correctly where a process's free memory is scattered."""
 
 import sys
 
 import pytest
 from support.processes import run
 
-# Every hole above 6 GiB of reserved addresses is filled, but for single pages: what is larger than
-# a page comes to lie below.
+# Fills every hole above 6 GiB of reserved addresses, except single pages: larger blocks are then
+# allocated below.
 PROGRAM = """
 import ctypes
 import torch

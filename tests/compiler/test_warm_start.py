@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead of time, and those not used for longest leave the cache."""
+"""Kernels are compiled ahead of time; the least recently used leave the cache."""
 
 import dataclasses
 import os
@@ -46,7 +46,7 @@ def warm(tmp_path_factory):
     assert [line[1] for line in found] == ["silu_mul", "rms_norm"]
     assert sum(int(line[2]) for line in found) == len(kernels)
     assert total == f"{folder} has {len(kernels)} kernels, {megabytes:.1f} MB"
-    # Nothing of what was not asked for.
+    # Only the requested dtype.
     assert {dtype for path in kernels for dtype in warm_start.DTYPES if dtype in path.name} == {
         "float32"
     }
@@ -59,8 +59,8 @@ def test_nothing_is_compiled_afterwards(warm):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
 def test_folder_that_cannot_be_written(warm, tmp_path):
-    """It belongs to root, as in an image, and its user is somebody else: not a word is logged."""
-    # Others have no access to the folders above it, but what is opened before stays open.
+    """Root owns it, as in an image, and another user runs the program: nothing is logged."""
+    # That user cannot access the parent folders, but folders opened before stay open.
     program = f"""{BECOME}{USE}
 import os
 become(12345)
@@ -98,7 +98,7 @@ def test_an_operator_is_called_in_its_own_dtypes(monkeypatch):
 
 
 def test_products_are_not_left_to_torch(monkeypatch, tmp_path):
-    """Our kernels would be missing on a processor where it is not quicker."""
+    """Otherwise our kernels would be missing on processors where torch's are not faster."""
     called = []
 
     def record(*arguments):
@@ -143,7 +143,7 @@ def test_no_place_for_kernels(tmp_path):
 
 @pytest.fixture
 def limited(tmp_path, monkeypatch):
-    """Make a cache for three kernels of 1000 bytes, and write them."""
+    """Make a cache with room for three kernels of 1000 bytes, and write them."""
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FOO_CACHE_LIMIT", "4K")
     tmp_path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""List the cases that cannot pass, by (suite, name) or (suite, name, dtype), and why."""
+"""Cases that cannot pass, by (suite, name) or (suite, name, dtype), each with its reason."""
 
 _AS_ON_CPU = "torch's fake tensors differ from the results on the CPU, too: "
 _AT_INFERENCE = "torch's decomposition has no statistics at inference on the CPU alone"

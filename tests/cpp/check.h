@@ -1,4 +1,4 @@
-// The framework of the C++ tests: a test is a function, a failure an exception.
+// Framework of the C++ tests: a test is a function, a failure an exception.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -7,7 +7,7 @@
 
 namespace foo::test {
 
-// Makes the function one of those that main runs.
+// Registers the function with main, which runs all tests.
 bool add_test(const char* name, void (*function)());
 
 template <typename Exception, typename Function>

@@ -17,7 +17,7 @@ using device::Segment;
 
 constexpr size_t kSegmentBytes = size_t{1} << 20;
 
-// Memory for a segment, and its bookkeeping, which the heap leaves to its caller.
+// Memory of a segment: the heap leaves its allocation to the caller.
 struct Memory {
   explicit Memory(Heap& heap)
       : begin(static_cast<char*>(std::aligned_alloc(kAlignment, kSegmentBytes))) {

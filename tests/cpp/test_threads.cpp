@@ -1,5 +1,5 @@
-// Eight threads on what they share: no race that ThreadSanitizer sees, and exact figures at the
-// end.
+// Eight threads use shared state: ThreadSanitizer must see no race, and the final figures must be
+// exact.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
@@ -189,7 +189,7 @@ FOO_TEST(threads_have_streams_of_their_own) {
 
 FOO_TEST(threads_pin_memory) {
   in_threads(kThreads, [](int thread) {
-    // Each one needs a block that is not in the cache yet.
+    // Each allocation needs a block that is not in the cache yet.
     std::vector<c10::DataPtr> blocks;
     for (int step = 0; step < kSteps; ++step) {
       const size_t bytes = 1 + step * 97 % 5000;

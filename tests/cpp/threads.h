@@ -1,4 +1,4 @@
-// Threads that begin together and all end before the next line.
+// Starts threads together, and joins them all.
 #pragma once
 
 #include <barrier>
@@ -9,8 +9,8 @@
 
 namespace foo::test {
 
-// Calls the function with each number below `count` on a thread of its own, and raises what one of
-// them raised.
+// Calls the function with each number below `count` on a separate thread, and rethrows an exception
+// of one of them.
 template <typename Function>
 void in_threads(int count, Function function) {
   std::barrier start(count);

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 
 def numbers(device, size=6, dtype=torch.float32):
@@ -188,7 +188,7 @@ def other_groups(device):
 
 
 def collectives():
-    """Results have the same numbers as on the CPU, in the memory that was given."""
+    """Collectives give the CPU's numbers, in the given memory."""
     for check in (
         all_reduce,
         all_reduce_sparse,
@@ -219,16 +219,16 @@ def no_copies():
 
 
 def memory_that_moves_meanwhile():
-    """A collective under way keeps the memory that it was given, and its result."""
+    """A running collective keeps its memory and its result."""
     ways = (
         lambda tensor: tensor.untyped_storage().resize_(0),
         lambda tensor: tensor.resize_(1 << 24),
-        lambda tensor: _sharing._reduce(tensor.untyped_storage()),
+        lambda tensor: _registration._reduce(tensor.untyped_storage()),
         lambda tensor: tensor.set_(),
     )
     for move in ways:
         tensor = torch.ones(1 << 20, device="foo")
-        # The other process is late, so that this one moves its memory before the numbers arrive.
+        # The other process is late, so that this one resizes its tensor before the numbers arrive.
         time.sleep(0.3 * dist.get_rank())
         work = dist.all_reduce(tensor, async_op=True)
         move(tensor)
@@ -284,7 +284,7 @@ def data_parallel_with_sparse_gradients():
 
 
 def data_parallel_with_different_starts():
-    """Rank 0 gives the others its weights and its buffers."""
+    """Rank 0 sends the others its weights and its buffers."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(Net().to("foo"))
     tensors = [*model.parameters(), *model.buffers()]
@@ -295,7 +295,7 @@ def data_parallel_with_different_starts():
 
 
 def sync_batch_norm():
-    """Parts of a batch, of different sizes, are normalized as the whole batch is."""
+    """Parts of a batch, of different sizes, are normalized like the whole batch."""
     rank = dist.get_rank()
     for dtype, shape in ((torch.float64, (5, 3)), (torch.float32, (5, 3, 4, 2))):
         whole = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))

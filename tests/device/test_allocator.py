@@ -44,7 +44,7 @@ def test_figures_follow_one_tensor(index):
 def test_figures_count_results_of_the_fallback():
     tensor = torch.ones(5, 1000, device="foo")
     before = torch.foo.memory_allocated()
-    # The kernel for the CPU allocates this result, which becomes foo memory.
+    # The CPU's kernel allocates this result, which becomes foo memory.
     indices = tensor.nonzero()
     assert torch.foo.memory_allocated() - before == 5000 * 2 * 8
     del indices
@@ -57,7 +57,7 @@ def test_views_and_in_place_operators_allocate_nothing():
     before = torch.foo.memory_allocated()
     tensor.t()[1:].mul_(2).add_(1)
     tensor.view(-1)[5:].unfold(0, 4, 2).zero_()
-    # A number becomes a tensor while the kernel runs.
+    # The kernel makes a tensor of a number while it runs.
     assert torch.foo.max_memory_allocated() - before <= GRANULE
 
 
@@ -257,7 +257,7 @@ def test_freed_memory_is_used_again():
 def test_blocks_split_and_merge():
     torch.foo.empty_cache()
     before = torch.foo.memory_stats(1).copy()
-    # All in one segment of 20 MiB.
+    # All fit in one segment of 20 MiB.
     blocks = [torch.empty(4 << 20, dtype=torch.uint8, device="foo:1") for _ in range(4)]
     addresses = sorted(block.data_ptr() for block in blocks)
     assert {later - first for first, later in itertools.pairwise(addresses)} == {(4 << 20) + 64}
@@ -341,7 +341,7 @@ def test_large_memory_is_not_returned_to_the_system():
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
         tensor + tensor
-    # With memory from the C library each sum would touch 8192 new pages.
+    # With memory from the C library, each sum would touch 8192 new pages.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1000
 
 

@@ -1,4 +1,4 @@
-"""Operators that take a device beside a tensor of foo put their results where they should."""
+"""Operators with a device argument put their results on that device."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def quantized(device):
 
 TENSORS = [dense, coo, csr, nested, quantized]
 
-# Nested tensors of quantized ones exist on foo alone. The others take a column of their argument.
+# Nested tensors of quantized tensors exist on foo alone. The others take a column of the argument.
 WITHOUT_QUANTIZED = ["nested_tensor", "sparse_coo_tensor", "sparse_csr_tensor"]
 
 library = torch.library.Library("device_arguments", "FRAGMENT")
@@ -90,7 +90,7 @@ CASES = [
 
 
 def describe(results, own_device, name):
-    """Say where results are and what they look like; ``name`` is for the argument's device."""
+    """Return device, layout, dtype and shape; ``name`` replaces the argument's device."""
     if isinstance(results, (list, tuple)):
         return [describe(each, own_device, name) for each in results]
     if not isinstance(results, torch.Tensor):
@@ -123,7 +123,7 @@ def test_devices_of_foo(name, tensor):
     operator = OPERATORS[name]
     for device, index in (("foo", 0), ("foo:0", 0), ("foo:1", 1)):
         expected = outcome(operator, tensor("cpu"), "cpu", f"foo:{index}")
-        # For new_tensor the current device is that of the argument, as on CUDA.
+        # The current device of new_tensor is the argument's device, as on CUDA.
         arguments = ["foo:0"] if (name, device) == ("new_tensor", "foo") else ["foo:0", "foo:1"]
         for argument in arguments:
             assert outcome(operator, tensor(argument), device, argument) == expected, (

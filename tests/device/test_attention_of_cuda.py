@@ -1,6 +1,4 @@
-"""The operators of attention that torch has for CUDA alone: values, gradients, and what they say of
-their results.
-"""
+"""Attention operators that torch has for CUDA alone: values, gradients, fake results."""
 
 import math
 
@@ -16,7 +14,7 @@ BATCH, HEADS, QUERIES, KEYS, SIZE = 2, 4, 5, 9, 16
 
 
 def exact_attention(query, key, value, mask=None, bias=None):
-    """Return output and logsumexp in float64; a row that sees nothing has the output 0."""
+    """Return output and logsumexp in float64; a row that sees nothing has output 0."""
     query, key, value = (each.double() for each in (query, key, value))
     key, value = (each.repeat_interleave(query.size(1) // key.size(1), 1) for each in (key, value))
     scores = query @ key.mT / math.sqrt(query.size(-1))
@@ -28,7 +26,7 @@ def exact_attention(query, key, value, mask=None, bias=None):
 
 
 def lower_right(queries, keys, left=None, right=0):
-    """Return the mask of a window that is aligned to the last key."""
+    """Return a window's mask, aligned to the last key."""
     distance = torch.arange(keys)[None] - torch.arange(queries)[:, None] - (keys - queries)
     mask = torch.ones(queries, keys, dtype=torch.bool)
     if right is not None:
@@ -50,7 +48,7 @@ def make_inputs(dtype, *, heads_first, key_heads=HEADS):
 
 
 def check_announced(operator, results, *args, **kwargs):
-    """Fake tensors announce the layouts, except of numbers that say where a generator was."""
+    """Fake results have the same layouts, except the numbers that hold a generator's state."""
     mode = FakeTensorMode()
     args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
     with mode:
@@ -189,7 +187,7 @@ def test_efficient_attention_with_a_window_and_used_keys():
 
 @pytest.mark.parametrize("mask_type", MASKS)
 def test_efficient_attention_of_packed_sequences(mask_type):
-    """Each sequence is masked by itself, and has its row of the bias and of the logsumexp."""
+    """Each sequence has its own mask, and its own row of the bias and of the logsumexp."""
     torch.manual_seed(0)
     lengths = [(3, 5), (6, 2)]
     query, key, value = (torch.randn(1, total, HEADS, SIZE) for total in (9, 7, 7))
@@ -226,7 +224,7 @@ def test_efficient_attention_of_packed_sequences(mask_type):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)])
 def test_varlen_attn(window):
-    """The public function of packed sequences runs on foo, with gradients."""
+    """The public function for packed sequences runs on foo, with gradients."""
     torch.manual_seed(0)
     tensors = [torch.randn(9, heads, SIZE, dtype=torch.bfloat16) for heads in (HEADS, 2, 2)]
     there = [each.foo().requires_grad_() for each in tensors]
@@ -254,7 +252,7 @@ def test_varlen_attn(window):
 
 
 def test_keys_in_pages():
-    """varlen_attn reads keys by a table of blocks, whose sequences say how many they use."""
+    """varlen_attn reads keys by a block table; each sequence has its number of used keys."""
     torch.manual_seed(0)
     query = torch.randn(2, HEADS, SIZE, dtype=torch.float16)
     pages = torch.randn(2, 4, 16, HEADS, SIZE, dtype=torch.float16)
@@ -282,7 +280,7 @@ def test_keys_in_pages():
     ],
 )
 def test_dropout(operator, options):
-    """The seed is drawn from foo's generator, and the backward pass drops the same weights."""
+    """foo's generator draws the seed, and the backward pass drops the same weights."""
     query, key, _ = make_inputs(torch.bfloat16, heads_first=True)
     value = torch.eye(16, dtype=torch.bfloat16)[:KEYS].expand(BATCH, HEADS, KEYS, 16).foo()
     value.requires_grad_()
@@ -299,7 +297,7 @@ def test_dropout(operator, options):
     torch.set_rng_state(before)
     kept = (weights[..., :KEYS] != 0).double().mean().item()
     assert 0.3 < kept < 0.7
-    # The value's gradient is the sum of the weights that were kept.
+    # The value's gradient is the sum of the kept weights.
     (gradient,) = torch.autograd.grad(weights.sum(), value)
     assert_near(
         gradient[..., 0].cpu().float(),

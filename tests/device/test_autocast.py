@@ -1,4 +1,4 @@
-"""torch.autocast("foo") casts what torch.autocast("cuda") casts, and as that does."""
+"""torch.autocast("foo") casts the operators of torch.autocast("cuda"), in the same way."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ def test_operators_are_those_of_cuda():
     assert {name for name in cuda - foo if "cudnn" not in name} == set()
 
 
-# For each of torch's lists, the module that has the operators, and the dtype they run in: None for
-# the one that autocast was given.
+# For each of torch's lists: the module with the operators, and the dtype they run in; None is
+# autocast's own dtype.
 LISTS = {
     "torch_fp16": (torch, None),
     "torch_fp32": (torch, torch.float32),
@@ -48,7 +48,7 @@ LISTS = {
     [
         (name, dtype)
         for name in LISTS
-        # The tensors of that list are float16 and float32.
+        # That list has float16 and float32 tensors.
         for dtype in (DTYPES if "promote" not in name else (torch.float16,))
     ],
     ids=str,
@@ -59,7 +59,7 @@ def test_lists(lists, name, dtype):
     checked = 0
     for operator, arguments, *rest in getattr(lists, name):
         keywords = next((each for each in rest if isinstance(each, dict)), {})
-        # torch's own test leaves out what has anything else there.
+        # torch's own test skips operators with other entries.
         if operator.startswith("cudnn_") or rest not in ([], [keywords]):
             continue
         case._run_autocast_outofplace(

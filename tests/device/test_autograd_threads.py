@@ -1,10 +1,10 @@
-"""The threads that torch's autograd engine has for devices end with the process."""
+"""The device threads of torch's autograd engine end with the process."""
 
 import pytest
 from support.parts import whole
 from support.processes import python
 
-# Without the wait, 1 pass in 8 still holds the context, as the threads share a core with their
+# Without the wait, 1 pass in 8 still holds the context, as the threads share a core with the
 # caller.
 CONTEXTS = """
 import contextvars
@@ -90,6 +90,6 @@ except torch.OutOfMemoryError:
 
 @pytest.mark.parametrize("end", [*[*ENDS][:2], *whole(*[*ENDS][2:])])
 def test_a_process_ends_in_silence(end):
-    # A new interpreter, since that of a fork has less to take down, and misses the moment.
+    # A new interpreter: a fork has less to tear down at exit, and misses the race.
     process = python(ENDS[end], new=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""A tensor bears numbers and flags of a backend through copies, files and views."""
+"""A backend's numbers and flags stay with a tensor through copies, files and views."""
 
 import copy
 import io

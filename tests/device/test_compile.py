@@ -1,4 +1,4 @@
-"""FakeTensor and torch.compile know device foo."""
+"""FakeTensor and torch.compile support device foo."""
 
 import copy
 
@@ -89,7 +89,7 @@ INDUCTOR = pytest.param("inductor", marks=pytest.mark.needs_compiler)
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_numbers_in_tensors(backend):
-    """A number on foo may say where a slice starts, and another number compiles nothing anew."""
+    """A number on foo may give the start of a slice, and another number recompiles nothing."""
 
     def function(x, start):
         return torch.narrow(x, 0, start, 2) * 2, x.narrow(1, start, 1), start + 1
@@ -108,7 +108,7 @@ def test_numbers_in_tensors(backend):
 
 @pytest.mark.needs_compiler
 def test_written_numbers():
-    """What a graph has written is read, not what came in."""
+    """A graph that writes a number reads the new value, not the input's."""
 
     def function(x, start):
         start.add_(1)
@@ -203,7 +203,7 @@ class Attention(nn.Module):
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_with_inductor(dynamic):
-    """The kernels that torch.compile writes for the CPU run on memory of foo."""
+    """Kernels that Inductor writes for the CPU run on memory of foo."""
     model = Attention().to("foo:1")
     twin = exact_copy(model)
     function = torch.compile(model, fullgraph=True, dynamic=dynamic)
@@ -218,8 +218,9 @@ def test_training_with_inductor(dynamic):
 
 @pytest.mark.needs_compiler
 def test_functions_with_inductor():
-    """Branches, random numbers and results on both devices are compiled; graphs of the CPU stay as
-    before.
+    """Branches, random numbers and results on both devices compile.
+
+    Graphs for the CPU are as before.
     """
 
     def function(x):

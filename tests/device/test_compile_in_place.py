@@ -1,4 +1,4 @@
-"""Operators that write a slice of a graph's input, such as a cache, compile to no copy of it."""
+"""Operators that write a slice of a graph's input, such as a cache, compile without a copy."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_memory(function, dynamic):
         torch.foo.reset_peak_memory_stats()
         before = torch.foo.memory_allocated()
         result = compiled(cache, position, angle)
-        if position == 7:  # by now it is compiled for all positions
+        if position == 7:  # compiled for all positions by now
             assert torch.foo.max_memory_allocated() - before < cache.nbytes / 16
         expected = function(twin, position, angle.cpu())
         torch.testing.assert_close(result.cpu(), expected)

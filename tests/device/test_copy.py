@@ -1,4 +1,4 @@
-"""Copies may be strided, convert, cross devices, and have conjugation and negation pending."""
+"""Copies may be strided, convert, cross devices, with conjugation and negation pending."""
 
 import itertools
 
@@ -78,7 +78,7 @@ def test_pending_conjugation_and_negation(source, destination):
         assert torch.equal(tensor.to(destination).cpu().resolve_conj().resolve_neg(), expected)
         target = torch.zeros(tensor.shape, dtype=tensor.dtype, device=destination)
         assert torch.equal(target.copy_(tensor).cpu(), expected)
-        # Into memory that itself has the mark.
+        # Into memory that has the pending bit itself.
         target = view(values.clone().zero_().to(destination))
         assert torch.equal(target.copy_(tensor).cpu().resolve_conj().resolve_neg(), expected)
 

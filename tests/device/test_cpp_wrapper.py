@@ -28,12 +28,12 @@ def cpp_wrapper():
 
 
 class Model(nn.Module):
-    """Kernels of Inductor, of torch, of foo_ops and of a user."""
+    """Runs kernels of Inductor, of torch, of foo_ops and of a user."""
 
     def __init__(self):
         super().__init__()
         self.heads = nn.Linear(16, 48)
-        # torch writes constants of few elements into the code, and then nobody can load others.
+        # Larger than the constants that torch writes into the code: those cannot be replaced.
         self.output = nn.Linear(16, 12)
         self.weight = nn.Parameter(torch.rand(16))
 
@@ -173,7 +173,7 @@ def test_package_on_another_device(package):
 @pytest.mark.whole
 @pytest.mark.parametrize("user_managed", [False, True])
 def test_new_weights_of_a_package(package, user_managed):
-    """Weights lie on the host, where the graph runs."""
+    """Weights are on the host, where the graph runs."""
     model, path = package
     loaded = torch._inductor.aoti_load_package(path)
     x = torch.randn(3, 5, 16, device=model.weight.device)

@@ -1,11 +1,11 @@
-"""The manual lists what PyTorch has for CUDA alone, and what foo has of it."""
+"""The manual lists PyTorch's operators for CUDA alone, and which of them foo has."""
 
 import torch
 from support.cuda_operators import PAGE, operators, page
 
 
 def test_the_page_is_up_to_date():
-    """It is written by `python tests/support/cuda_operators.py`, for one version of PyTorch."""
+    """`python tests/support/cuda_operators.py` writes the page, for one version of PyTorch."""
     written = PAGE.read_text()
     version = ".".join(torch.__version__.split(".")[:2])
     if f"PyTorch {version} " in written:
@@ -13,5 +13,5 @@ def test_the_page_is_up_to_date():
 
 
 def test_refused_operators_have_something_instead():
-    """Also those of a PyTorch that is newer than the page."""
+    """Also operators of a PyTorch that is newer than the page."""
     assert [it.name for it in operators() if it.status() == "refused" and not it.instead()] == []

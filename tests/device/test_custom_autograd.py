@@ -39,7 +39,7 @@ def test_without_gradient(operator, device):
 
 
 def test_in_place_operator_on_the_result_is_refused(operator, device):
-    """It would go around the gradient, so torch refuses it for what a Function gives back."""
+    """The write would bypass the gradient, so torch refuses it on results of a Function."""
     input = torch.ones(3, device=device, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match="This view was created inside a custom Function"):
         operator(input).mul_(3)

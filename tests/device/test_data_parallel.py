@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel, and what it is made of, on the two devices of foo."""
+"""torch.nn.DataParallel and its functions, on the two devices of foo."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def test_errors(call, message):
 
 
 def test_a_model_on_the_cpu_runs_there():
-    """A program that knows nothing of foo may have one; with foo installed it goes on."""
+    """A program that does not use foo may have such a model, and must still run."""
     x = torch.rand(4, 5, dtype=torch.float64)
     parallel = nn.DataParallel(model().eval())
     assert torch.equal(parallel(x), model().eval()(x))
@@ -160,12 +160,12 @@ def test_an_error_of_a_replica_comes_back():
 
 
 def test_tensors_of_cuda_go_to_torch_s_own(monkeypatch):
-    """A build of torch for CUDA has these functions."""
-    from foo_ops.device import _data_parallel
+    """Builds of torch for CUDA have their own functions."""
+    from foo_ops.device import _registration
 
     class OnCuda:
         is_cuda = True
 
-    both = _data_parallel._beside(lambda *_: "foo", lambda *_: "cuda")
+    both = _registration._beside(lambda *_: "foo", lambda *_: "cuda")
     assert both([OnCuda()], 0) == "cuda"
     assert both(FOO, [0]) == both([], 0) == "foo"

@@ -28,7 +28,7 @@ def test_dtypes(dtype):
 
 
 def test_the_memory_lives_as_long_as_its_last_owner():
-    # What others left may hold more of it, which only the next round finds.
+    # Garbage of other tests may keep more garbage alive, which only the next round finds.
     while gc.collect():
         pass
     before = torch.foo.memory_allocated()

@@ -1,4 +1,4 @@
-"""Factories make new tensors on device foo."""
+"""Factory functions make tensors on device foo."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Results on foo have the sizes and strides that fake tensors of foo announce, and the CPU's."""
+"""Results on foo have the sizes and strides of foo's fake tensors, and the CPU's."""
 
 import itertools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# A function and the size of its weight, for an input of four channels.
+# A function and its weight's shape, for an input of four channels.
 CONVOLUTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "conv2d": (torch.nn.functional.conv2d, (5, 4, 3, 3)),
     "conv_transpose2d": (torch.nn.functional.conv_transpose2d, (4, 5, 3, 3)),

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("products_of_cpu")
 
 
 def both(function, *shapes, dtype=torch.float32, device="foo:1"):
-    """Return the results of a function on foo, moved to the CPU, and those on the CPU."""
+    """Return a function's results on foo, moved to the CPU, and its results on the CPU."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
     actual = function(*(tensor.to(device) for tensor in inputs))
@@ -114,7 +114,7 @@ def test_in_place_returns_its_argument():
 
 
 def test_boxed_calls_return_their_arguments():
-    # Without autograd, and through torch.ops, nothing but the fallback decides what comes back.
+    # Without autograd, only the fallback decides what torch.ops returns.
     with torch.inference_mode():
         tensor = torch.ones(3, device="foo")
         assert torch.ops.aten.add_.Tensor(tensor, tensor) is tensor
@@ -158,7 +158,7 @@ def test_growth_is_seen_by_all_tensors_of_the_storage():
 
 
 def test_long_lists():
-    """From 16 tensors on a table finds them. Some come twice, some are views of another."""
+    """Lists of 16 tensors and more use a table. Some tensors repeat, some are views of others."""
 
     def function(whole):
         parts = [*whole.split(1), *whole.t().split(1), whole[:3], whole[:3], whole + 1]
@@ -173,7 +173,7 @@ def test_long_lists():
 
 
 def test_long_lists_that_are_written():
-    """The moments and the weights of forty parameters change in one call."""
+    """One call changes the moments and the weights of forty parameters."""
     results = []
     for device in ("cpu", "foo:1"):
         generator = torch.Generator().manual_seed(0)
@@ -215,7 +215,7 @@ def test_autocast_for_cpu_does_not_touch_foo():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (matrix @ matrix).dtype == torch.float32
         assert (matrix.cpu() @ matrix.cpu()).dtype == torch.bfloat16
-    # A kernel for the CPU that calls operators from autocast's lists.
+    # This CPU kernel calls operators from autocast's lists.
     attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, device="foo").eval()
     with torch.inference_mode():
         expected, _ = attention(tokens := torch.rand(2, 3, 8, device="foo"), tokens, tokens)
@@ -261,7 +261,7 @@ def test_modes_see_operators_once():
 
 
 def test_python_dispatcher():
-    """The dispatcher calls kernels with the keys of what has already run, as of autograd."""
+    """The dispatcher also calls kernels with keys that have already run, such as autograd's."""
     with enable_python_dispatcher():
         assert torch.full((2,), 0.5, device="foo").tolist() == [0.5, 0.5]
         sparse = torch.eye(2, device="foo").to_sparse()

@@ -1,4 +1,4 @@
-"""torch's own framework for tests on every device runs on foo."""
+"""torch's own device-generic test framework runs on foo."""
 
 # ruff: noqa: PT009, PT027 (its assertions are a part of the framework)
 

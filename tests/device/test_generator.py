@@ -1,4 +1,4 @@
-"""Random numbers of device foo are those of the CPU for the same seed."""
+"""Device foo draws the CPU's random numbers for the same seed."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""A graph keeps the memory that it writes to, and gives it back."""
+"""A graph keeps the memory that it writes, and frees it at the end."""
 
 import gc
 
@@ -39,7 +39,7 @@ def test_replays_allocate_nothing():
     torch.foo.reset_accumulated_memory_stats()
     for _ in range(5):
         graph.replay()
-    # Numbers become tensors while kernels run.
+    # Kernels make tensors of numbers while they run.
     assert torch.foo.memory_stats()["allocated_bytes.all.allocated"] <= 5 * 4 * 64
 
 
@@ -53,7 +53,7 @@ def test_memory_goes_back():
     assert torch.foo.memory_snapshot(pool)
     graph.reset()
     assert torch.foo.memory_allocated() == with_input + 4032
-    y.fill_(3)  # a tensor like any other now
+    y.fill_(3)  # an ordinary tensor now
     del y, graph, x
     torch.foo.empty_cache()
     assert torch.foo.memory_allocated() == before
@@ -83,7 +83,7 @@ def test_graphs_share_a_pool():
         first.replay()
         second.replay()
         assert torch.equal(z, x * 2 + 1)
-    # The second keeps what it reads.
+    # The second graph keeps the tensors that it reads.
     del y
     first.reset()
     gc.collect()
@@ -114,7 +114,7 @@ def test_graphed_callables_train_like_the_others():
         for parameter, other in zip(model.parameters(), graphed.parameters(), strict=True):
             assert torch.equal(parameter, other)
             assert torch.equal(parameter.grad, other.grad)
-    graphed.eval()  # was not captured
+    graphed.eval()  # eval mode was not captured
     assert torch.equal(graphed(y[:2]), model(x[:2]))
 
 

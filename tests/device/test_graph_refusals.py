@@ -1,4 +1,4 @@
-"""What a graph cannot hold is refused by the operator's name, and leaves the device usable."""
+"""Unsupported calls in a graph raise with the operator name; the device stays usable."""
 
 import contextlib
 import gc
@@ -66,7 +66,7 @@ def test_refused(name):
     with pytest.raises(RuntimeError) as error:
         capture(graph, lambda: function(tensor.add_(1)))
     assert str(error.value).splitlines()[0] == message
-    # The capture is over, changed nothing, and cannot be replayed.
+    # The capture has ended, changed nothing, and cannot be replayed.
     assert not torch.foo.is_current_stream_capturing()
     assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(RuntimeError, match="replay: nothing has been captured"):
@@ -197,7 +197,7 @@ def test_a_graph_that_goes_while_it_captures():
 
 
 def test_optimizers_are_watched_only_while_a_graph_captures():
-    """A hook would be traced by torch.compile, and asked by every step on the CPU."""
+    """A permanent hook would be traced by torch.compile, and run in every step on the CPU."""
     hooks = _global_optimizer_pre_hooks
     before = len(hooks)
     counts = []

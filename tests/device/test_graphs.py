@@ -1,4 +1,4 @@
-"""Graphs: what a stream was given runs again, with the same memory and new values."""
+"""Graphs replay a stream's operators with the same memory and new values."""
 
 import pytest
 import torch
@@ -199,7 +199,7 @@ def test_what_a_tensor_held_before_it_grew():
 
 def test_copies_that_wait_for_a_write():
     x = numbers(N)
-    shared = torch._lazy_clone(x)  # from before
+    shared = torch._lazy_clone(x)  # made before the capture
 
     def function():
         copy = torch._lazy_clone(x)
@@ -253,7 +253,7 @@ def test_side_streams_join_the_capture():
     x.normal_()
     graph.replay()
     assert torch.equal(result, x * 2 + 1)
-    # It is free again, and nothing on it is captured.
+    # The stream no longer captures.
     with torch.foo.stream(side):
         assert not torch.foo.is_current_stream_capturing()
         assert (x - x).sum().item() == 0

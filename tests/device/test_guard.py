@@ -1,4 +1,4 @@
-"""The current device, streams and events are those that a program has chosen."""
+"""The current device, streams and events are those that a program has set."""
 
 import os
 import threading
@@ -158,7 +158,7 @@ def test_contexts_restore_after_an_exception():
 
 
 def test_stream_contexts_nest():
-    """Each restores the device and the stream of that device, also if it is used twice."""
+    """Each context restores the device and that device's stream, also when used twice."""
     outer, inner = (torch.Stream(device=f"foo:{index}") for index in range(2))
     context = torch.foo.StreamContext(inner)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Device foo is there after either import, in any order, and at once."""
+"""Device foo exists right after either import, in any order."""
 
 import pytest
 from support.parts import whole
@@ -28,8 +28,8 @@ def run(program, **options):
     ],
 )
 def test_import_orders(imports):
-    # A fork has imported torch before: what torch imports at its end, and what imports torch, is
-    # seen in a new interpreter alone.
+    # A fork has imported torch already, so imports before torch, and those at its end, need a new
+    # interpreter.
     run(
         f"{imports}\n{CHECK}", new=imports == "import torch" or imports.startswith("import foo_ops")
     )
@@ -149,7 +149,7 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(child, (2.0,), nprocs=1)
     print("done")
 """
-    # The child imports the file of its parent.
+    # The child imports its parent's file.
     path = tmp_path / "spawn.py"
     path.write_text(program)
     assert run(path) == "done\n"

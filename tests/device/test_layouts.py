@@ -45,7 +45,7 @@ def layout(request):
 
 
 def parts(tensor):
-    """Return the dense tensors that a tensor consists of."""
+    """Return the dense tensors that make up a tensor."""
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.is_quantized:
@@ -90,7 +90,7 @@ def test_moves(layout):
     check(there.cpu(), expected, "cpu")
     check(there.clone(), expected)
     check(there.detach(), expected)
-    if there.layout == torch.strided:  # not sparse: one storage
+    if there.layout == torch.strided:  # strided, with one storage
         addresses = {each.untyped_storage().data_ptr() for each in (expected, there, there.cpu())}
         assert len(addresses) == 3
 
@@ -101,7 +101,7 @@ def test_files(layout):
     torch.save(expected.to("foo:1"), file)
     for device in ("foo:1", "foo:0", "cpu"):
         file.seek(0)
-        # Nested tensors are not among what torch 2.15 takes from a file of weights.
+        # torch 2.15 does not load nested tensors with weights_only.
         loaded = torch.load(file, map_location=device, weights_only=layout != "nested")
         check(loaded, expected, device)
 
@@ -146,7 +146,7 @@ def test_dense_values_come_back(layout):
 
 
 def test_memory_is_on_the_device(layout):
-    gc.collect()  # Of earlier tests, which would be freed in between.
+    gc.collect()  # Free earlier tests' garbage now, not in between.
     before = torch.foo.memory_allocated(1)
     tensor = LAYOUTS[layout]("cpu").to("foo:1")
     assert torch.foo.memory_allocated(1) > before
@@ -253,7 +253,7 @@ def test_nested_gradients():
 
 
 def test_sizes_of_nested_tensors_stay_on_the_cpu():
-    """They are parts of the tensor, as on other devices."""
+    """The sizes are parts of the tensor, on the CPU as on other devices."""
     tensor = nested("foo")
     for name in ("size", "strides", "storage_offsets"):
         method = getattr(torch.Tensor, f"_nested_tensor_{name}")
@@ -288,7 +288,7 @@ def test_mkldnn_is_refused():
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
 def test_gradients_of_sparse_reductions(reduce):
-    """The kernel finds out by its argument whether a backward pass will come."""
+    """The kernel finds out from its argument whether a backward pass will follow."""
     results = []
     for device in ("cpu", "foo"):
         sparse = MATRIX.to(device).to_sparse_csr().requires_grad_()

@@ -1,4 +1,4 @@
-"""Random sequences of calls give the same on foo as on the CPU, in each run the same."""
+"""Random sequences of calls give equal results on foo and on the CPU, the same in each run."""
 
 import pytest
 from hypothesis import stateful

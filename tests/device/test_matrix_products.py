@@ -1,4 +1,4 @@
-"""The products of matrices on foo: torch's operators, computed by foo::linear."""
+"""Matrix products on foo: torch's operators, computed by foo::linear."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from support.exact import assert_near
 from torch import nn
 
 ROUNDINGS = 64
-"""Of the largest result, of 300 summands that may cancel."""
+"""Roundings of the largest result; the 300 terms of a sum may cancel."""
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [(1, 1, 1), (3, 5, 7), (0, 5, 7), (3, 0, 7), (3, 5, 0), (1, 300, 200), (200, 300, 1),
          (65, 130, 67), (128, 300, 256)]  # fmt: skip
@@ -18,7 +18,7 @@ def from_nothing():
 
 
 def own(name):
-    """Say how often an operator ran on foo's kernel, and that it did not on the CPU's."""
+    """Return how often an operator ran on foo's kernel; check that it never ran on the CPU's."""
     count = torch.foo.operator_counts()[f"aten::{name}"]
     assert count.fallback == 0
     return count.own
@@ -37,7 +37,7 @@ def random(*shape, dtype=torch.float32, layout="contiguous"):
     else:
         made = torch.randn(*batch, rows, columns, generator=generator)
     made = made if len(shape) > 1 else made[0]
-    # What is on foo lies as it does on the CPU.
+    # The strides on foo are those on the CPU.
     foo = torch.empty_strided(made.size(), made.stride(), dtype=dtype, device="foo")
     foo.copy_(made) if layout != "expanded" else foo[..., :1].copy_(made[..., :1])
     return foo, foo.cpu().double()
@@ -79,7 +79,7 @@ FACTORS = [(1, 1), (0.5, -2), (0, 1), (2, 0), (0, 0), (1, 3)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factors", FACTORS)
 def test_sums_of_matrices(factors, dtype):
-    """In half precision they are the CPU's, unless nothing is added."""
+    """In half precision the CPU's kernel computes sums, unless nothing is added."""
     beta, alpha = factors
     for rows, depth, columns in SIZES:
         left, exact_left = random(rows, depth, dtype=dtype)
@@ -131,7 +131,7 @@ def test_vectors(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "steps"])
 def test_batches(dtype, layout):
-    """Large products of most dtypes are ours, small ones the CPU's; all are right."""
+    """Large products of most dtypes run on our kernel, small ones on the CPU's; all are right."""
     for batch, rows, depth, columns in (
         (0, 3, 4, 5), (3, 0, 4, 5), (3, 4, 0, 5), (2, 3, 4, 5), (3, 40, 50, 60), (3, 200, 190, 230)
     ):  # fmt: skip
@@ -151,7 +151,7 @@ def test_batches(dtype, layout):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_batches_on_threads(threads):
-    """Gradients are recorded outside of the threads that multiply, and nothing inside."""
+    """Gradients are recorded outside of the multiplying threads, never inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -199,7 +199,7 @@ def test_other_dtypes(dtype):
 
 
 def test_a_result_over_an_operand():
-    """It is what the CPU's kernel makes of it, which reads what it has written."""
+    """The CPU's kernel computes it, which reads elements that it has already written."""
     square = torch.randn(4, 4)
     foo = square.foo()
     assert torch.equal(torch.mm(foo, foo, out=foo).cpu(), torch.mm(square, square, out=square))

@@ -1,4 +1,4 @@
-"""The memory that foo reports as free is what a program can have."""
+"""foo reports as free the memory that a program can allocate."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ import torch
 
 
 def meminfo(name: str) -> int:
-    """Read a number of bytes from the system's own table."""
+    """Read a number of bytes from /proc/meminfo."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
 
 
 def test_free_memory_includes_what_holds_copies_of_files(tmp_path: Path) -> None:
-    # The pages of the file are not free, but available.
+    # The file's pages are in the cache: not free, but available.
     (tmp_path / "file").write_bytes(bytes(256 << 20))
     available, unused = meminfo("MemAvailable"), meminfo("MemFree")
     free, total = torch.foo.mem_get_info()

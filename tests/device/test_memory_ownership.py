@@ -1,10 +1,10 @@
-"""Memory that CPU kernels keep, move or share stays valid for them and for the tensors of foo."""
+"""Memory that CPU kernels keep, move or share stays valid for them and for foo's tensors."""
 
 import pytest
 import torch
 from support.processes import python
 
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 SIZE = 1 << 16
 
@@ -20,7 +20,7 @@ def define(schema, kernel):
 
 
 def run(code):
-    """Run the code in a process of its own, since what it looks for would end this one."""
+    """Run the code in a separate process, since the tested error would crash this one."""
     result = python(code)
     assert result.returncode == 0, (result.returncode, result.stderr)
     return result.stdout
@@ -151,7 +151,7 @@ WAYS_TO_MOVE = {
     "resize": "x.resize_(1 << 22)",
     "set": "x.set_()",
     "data": "x.data = torch.empty(0, device='foo')",
-    "send": "_sharing._reduce(x.untyped_storage())",
+    "send": "_registration._reduce(x.untyped_storage())",
     "delete": "del x",
 }
 
@@ -160,7 +160,7 @@ WAYS_TO_MOVE = {
 def test_a_kernel_that_keeps_its_argument(way):
     run(f"""
 import torch
-from foo_ops.device import _sharing
+from foo_ops.device import _registration
 
 kept = []
 library = torch.library.Library("keeping", "FRAGMENT")
@@ -217,7 +217,7 @@ def test_nothing_is_left_of_kept_arguments():
 
 
 class Changed:
-    """An operator that does to its argument what ``kernel`` does."""
+    """An operator that calls ``kernel`` on its argument."""
 
     def __init__(self):
         self.kernel = None
@@ -271,7 +271,7 @@ def test_a_kernel_that_moves_its_argument(name, device):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_kernel_that_fails_in_the_middle(name):
-    """The writes until then are seen, as on the CPU, and its memory stays valid."""
+    """Writes before the error remain, as on the CPU, and the memory stays valid."""
     before = torch.foo.memory_allocated()
     x = torch.ones(SIZE, device="foo")
     expected = torch.ones(SIZE)
@@ -296,13 +296,13 @@ MEANWHILE = {
     "empty": lambda x, other: x.resize_(0).untyped_storage().resize_(0),
     "data": lambda x, other: setattr(x, "data", other),
     "transpose": lambda x, other: x.t_(),
-    "send": lambda x, other: _sharing._reduce(x.untyped_storage()),
+    "send": lambda x, other: _registration._reduce(x.untyped_storage()),
 }
 
 
 @pytest.mark.parametrize("name", MEANWHILE)
 def test_what_the_kernel_left_alone_is_not_written_back(name):
-    """Here the kernel itself plays the thread that meanwhile changes the tensor of foo."""
+    """The kernel itself changes the tensor of foo, in place of another thread."""
     x = torch.zeros(2, 2, device="foo")
     other = torch.arange(4.0, device="foo")
 

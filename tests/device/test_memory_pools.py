@@ -1,4 +1,4 @@
-"""Pools: tensors that are made under one have its segments, which go when it does."""
+"""Memory pools: tensors made under a pool use its segments, which end with the pool."""
 
 import gc
 import threading
@@ -62,7 +62,7 @@ def test_memory_goes_back_with_the_pool():
     assert inside >= before + 32 * MB
     del other
     torch.foo.empty_cache()
-    assert torch.foo.memory_reserved() == inside  # that of a pool in use stays
+    assert torch.foo.memory_reserved() == inside  # a pool in use keeps its memory
     del pool
     assert before + 30 * MB <= torch.foo.memory_reserved() < inside
     kept.fill_(7)

@@ -1,4 +1,4 @@
-"""Kernels of foo's own refuse tensors of several devices, as those of other accelerators do."""
+"""foo's own kernels refuse tensors of several devices, like those of other accelerators."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ def message(argument: str, device: str, operator: str) -> str:
 
 
 def check_refused(operator: Any, arguments: dict[str, Any]) -> None:
-    """Each tensor but the first is put on another device in its turn, and refused."""
+    """Put each tensor but the first on another device in turn; each call must be refused."""
     operator(**arguments)
     _, *names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     for name in names:

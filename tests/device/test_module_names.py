@@ -1,7 +1,7 @@
 """Modules may have a child, a parameter or a buffer named foo, as without foo_ops.
 
-torch generates a method of that name for nn.Module, and foo_ops is loaded by ``import torch``: a
-program that knows nothing of it must not notice.
+torch generates a method of that name for nn.Module, and ``import torch`` loads foo_ops: programs
+that do not use foo must not notice.
 """
 
 import copy
@@ -99,7 +99,7 @@ def test_members_are_registered_by_each_method() -> None:
     del module.foo
     module.foo = nn.Buffer(torch.ones(1), persistent=False)
     assert not module.state_dict()
-    module.foo = linear  # replaces it
+    module.foo = linear  # replaces the child
     assert module.foo is linear
     assert not module._buffers
 

@@ -1,4 +1,4 @@
-"""A tensor of foo that one process sends to another is the same memory to both."""
+"""A tensor of foo that one process sends to another is the same memory in both."""
 
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     ("method", "strategy"), [("spawn", "file_descriptor"), ("fork", "file_system")]
 )
 def test_queue(tmp_path, method, strategy):
-    # A spawned child imports the file of its parent.
+    # A spawned child imports its parent's file.
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     process = python(path, method, strategy)
@@ -55,7 +55,7 @@ def test_queue(tmp_path, method, strategy):
 
 
 def sent(value):
-    """Return the value as another process would get it."""
+    """Return the value as another process would receive it."""
     return pickle.loads(ForkingPickler.dumps(value))
 
 
@@ -74,7 +74,7 @@ def test_figures():
     held = torch.foo.memory_allocated(1)
     tensor = torch.ones(1000, device="foo:1")
     back = sent(tensor)
-    # Both tensors have one storage; shared memory is not rounded up.
+    # Both tensors share one storage; shared memory is not rounded up.
     assert torch.foo.memory_allocated(1) == held + 4000
     del tensor
     assert back.sum().item() == 1000
@@ -97,7 +97,7 @@ def test_the_memory_of_a_storage_that_grew_on_the_other_side():
     tensor = torch.ones(10, device="foo:1")
     message = ForkingPickler.dumps(tensor)
     tensor.resize_(5000).fill_(2)
-    # The first memory is still what the message means.
+    # The message still refers to the first memory.
     back = pickle.loads(message)
     assert back.tolist() == [1] * 10
 

@@ -1,4 +1,4 @@
-"""torch.foo.operator_counts says which kernels operators ran on."""
+"""torch.foo.operator_counts gives the kernels that operators ran on."""
 
 import threading
 
@@ -40,7 +40,7 @@ def test_foo_s_own_operators():
 
 
 def own_operators():
-    """List the operators of the package that have a kernel for the device; tests define others."""
+    """Return the package's operators with a kernel for the device; tests define others."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     return {name for name in names if name.startswith(("foo::abs", "foo::attention", "foo::flex"))}
 
@@ -50,7 +50,7 @@ def squared(score, b, h, q_idx, kv_idx):
 
 
 def call_parts(heads, packed, lengths):
-    """Call the operators that DTensors and ring attention consist of."""
+    """Call the operators that DTensors and ring attention use."""
     result = torch.ops.foo.attention_part(heads, heads, heads)
     nothing = (None, None, None)
     torch.ops.foo.attention_part_backward(
@@ -97,7 +97,7 @@ def test_each_of_foo_s_own_operators_counts():
 
     counts = {name: count for name, count in torch.foo.operator_counts().items() if "foo::" in name}
     assert counts.keys() == own_operators()
-    # With a gradient, the operator that is given its seed runs in place of the one that draws it.
+    # With gradients, the operator that takes a seed runs in place of the one that draws it.
     once = {"abs", "abs_", "abs.out", "attention_int8_cache"}
     once |= {f"attention{form}{seeded}" for form in ("", "_varlen") for seeded in ("", "_seeded")}
     for name in once:
@@ -124,7 +124,7 @@ def test_a_list_counts_once():
 
 
 def test_operators_that_come_and_go():
-    """A new one may lie where a former one was."""
+    """A new operator may have the address of a former one."""
     tensor = torch.ones(1, device="foo")
     torch.foo.reset_operator_counts()
     for number in range(20):

@@ -1,4 +1,4 @@
-"""Other operators that torch has for CUDA alone: products of matrices, dropout, norms."""
+"""Further operators that torch has for CUDA alone: matrix products, dropout, norms."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def random(*sizes, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
 def test_products_in_float32(name, dtype):
-    """Numbers of 16 bits have their products in float32, which is rounded by no step between."""
+    """Products of 16-bit numbers are float32, without rounding to 16 bits in between."""
     torch.manual_seed(0)
     batch = (3,) if "bmm" in name else ()
     left, right = random(*batch, 33, 70, dtype=dtype), random(*batch, 70, 20, dtype=dtype)
@@ -45,7 +45,7 @@ def test_products_in_float32(name, dtype):
 
 
 def products_of_groups(left, right, ends):
-    """Return the product of each group, by what has two dimensions: rows, columns, or sums."""
+    """Return each group's product; 2-D operands split rows, columns, or the summed dimension."""
     starts = [0, *ends[:-1]]
     spans = list(zip(starts, ends))
     if left.dim() == 2 and right.dim() == 2:
@@ -76,7 +76,7 @@ def group_inputs(kind, dtype):
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_grouped_mm_and_gradients(kind):
-    """The gradient of a sum has strides of zero, which torch's own kernel refuses."""
+    """The gradient of a sum has zero strides, which torch's own kernel refuses."""
     left, right, ends = group_inputs(kind, torch.bfloat16)
     there = [each.foo().requires_grad_() for each in (left, right)]
     result = torch.nn.functional.grouped_mm(*there, offs=ends if ends is None else ends.foo())
@@ -115,7 +115,7 @@ def test_scaled_grouped_mm(kind, version):
         )
     a, b = (each.double() for each in scales)
     if kind == "sums":
-        # Each group has factors of its own.
+        # Each group has its own scale factors.
         expected = products_of_groups(left.double(), right.double(), ENDS)
         expected = expected * a.view(groups, -1, 1) * b.view(groups, 1, -1)
     else:
@@ -148,13 +148,13 @@ def test_weights_in_four_bits(inner_tiles, dtype):
 
 
 def test_order_of_weights_in_four_bits():
-    """A word holds what one lane of CUDA's kernel loads: files of models have this order."""
+    """A word holds what one lane of CUDA's kernel loads: model files have this order."""
     for row, column, lane, word, bits in [
         (0, 0, 0, 0, 0),  # the first number of a pair is in the lower half of the word
         (0, 1, 0, 0, 16),
-        (0, 2, 1, 0, 0),  # the next pair is the next lane's
-        (0, 8, 0, 0, 4),  # and the fourth after it the same lane's
-        (0, 16, 0, 0, 8),  # as those of the second tile are
+        (0, 2, 1, 0, 0),  # the next pair belongs to the next lane
+        (0, 8, 0, 0, 4),  # the fourth pair after it to the same lane
+        (0, 16, 0, 0, 8),  # and so does the second tile
         (0, 25, 0, 0, 28),
         (1, 0, 4, 0, 0),  # a row has four lanes
         (7, 39, 31, 1, 16),  # two tiles make a word
@@ -193,7 +193,7 @@ def test_refusals_of_products():
 
 
 def test_compiled_products(fresh_compiler):
-    """Inductor has products with another dtype of the result for CUDA alone."""
+    """Only for CUDA does Inductor have products with a different result dtype."""
     torch.manual_seed(0)
     left, right = random(33, 70, dtype=torch.bfloat16), random(70, 20, dtype=torch.bfloat16)
 
@@ -214,7 +214,7 @@ def test_compiled_products(fresh_compiler):
 
 
 def test_fused_dropout():
-    """`p` is the probability that an element is kept."""
+    """`p` is the probability to keep an element."""
     x = torch.randn(1000, device="foo", requires_grad=True)
     torch.manual_seed(0)
     result, mask = torch._fused_dropout(x, 0.7)

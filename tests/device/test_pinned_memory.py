@@ -1,4 +1,4 @@
-"""Pinned host memory is known by its tensors, cached when it is freed, and used to load data."""
+"""Pinned host memory is recognised by its tensors, cached when freed, and used to load data."""
 
 import ctypes
 import threading

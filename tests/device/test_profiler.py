@@ -1,4 +1,4 @@
-"""torch's profilers see the time of operators on foo, and memory by device."""
+"""torch's profilers show the time of operators on foo, and memory by device."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def test_time_on_the_device():
-    """A large product takes more microseconds than none, and fewer than passed on the clock."""
+    """A large product takes a positive time, which is at most that of the clock."""
     matrix = torch.rand(300, 300, device="foo")
     start = time.perf_counter()
     with torch.autograd.profiler.profile(use_device="foo") as profiler:
@@ -32,7 +32,7 @@ def test_memory_on_the_device():
 
 
 def profiled(function):
-    """Return what a function returns, and the profiler that saw it."""
+    """Return a function's result, and the profiler that recorded it."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as profiler:
         result = function()
     return result, profiler
@@ -44,7 +44,7 @@ def times_of(profiler):
 
 
 def test_kernels_have_times():
-    """A large product takes more microseconds than none, and fewer than passed on the clock."""
+    """A large product takes a positive time, which is at most that of the clock."""
     matrix = torch.rand(300, 300, device="foo")
     start = time.perf_counter()
     _, profiler = profiled(lambda: (matrix @ matrix).view(-1).relu())
@@ -114,7 +114,7 @@ def test_replays_of_graphs():
 
 @pytest.mark.parametrize("name", ["self_foo_time_total", "foo_time_total", "foo_time"])
 def test_tables_are_sorted_by_foos_names(name):
-    """The names are those of the columns' heads, and mean what CUDA's do."""
+    """The sort keys are the column names, with the meaning that CUDA's have."""
     large = torch.rand(300, 300, device="foo")
     _, profiler = profiled(lambda: (large[0].exp(), large @ large))
     averages = profiler.key_averages()

@@ -1,4 +1,4 @@
-"""Random operators of foo draw from foo's generator and touch no other."""
+"""Random operators of foo draw from foo's generator and change no other."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from support.random_numbers import drawn_on_both
 
 ROUNDS = 200
 
-# They have the tag, but draw nothing where a kernel of the CPU runs.
+# Operators with the tag whose CPU kernels draw nothing.
 DRAW_NOTHING = {
     "aten::_fused_sdp_choice",
     "aten::_nested_tensor_softmax_with_shape",
@@ -44,7 +44,7 @@ def random_operators_without_generator() -> list[str]:
 
 
 def test_each_random_operator_without_a_generator_has_a_kernel_of_foo():
-    """One that is made of others draws in these, and one for other devices cannot run here."""
+    """Composites draw in their parts, and operators of other devices cannot run here."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = random_operators_without_generator()
     assert {"aten::native_dropout", "aten::rand", "aten::dropout"} <= set(names)

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN on foo are those of the CPU: values, gradients, second derivatives."""
+"""LSTM, GRU and RNN on foo match the CPU: values, gradients, second derivatives."""
 
 import copy
 
@@ -67,7 +67,7 @@ def test_same_kernels(dtype):
 
 
 def test_kernels_with_dropout():
-    """Each layer is one operator; dropout draws from the generator of foo, as it is told to."""
+    """Each layer is one operator, and dropout draws from foo's generator."""
     layer = nn.LSTM(5, 7, num_layers=3, dropout=0.5).foo()
     x = torch.randn(6, 4, 5, device="foo", requires_grad=True)
     layer(x)
@@ -84,7 +84,7 @@ def test_kernels_with_dropout():
 
 
 def edges_to_host(output):
-    """Return which tensors of the call the CPU's operators compute gradients of, by place."""
+    """Return the places of the tensors whose gradients the CPU's operators compute."""
     found, waiting, seen = set(), [output.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -121,7 +121,7 @@ def test_written_weights():
 
 
 def test_functions_of_torch():
-    """Transforms, autocast and fake tensors see the operators of which a layer is made."""
+    """Transforms, autocast and fake tensors see a layer's separate operators."""
     layer = nn.LSTM(5, 7).foo()
     x = torch.randn(6, 4, 5, device="foo")
     layer(x)[0].sum().backward()

@@ -1,9 +1,9 @@
-"""After the import torch knows the name of foo, its module and its methods."""
+"""The import registers foo's name, module and methods with torch."""
 
 import pytest
 import torch
 
-# Beside those of torch.cuda, what torch looks for in the module of a device.
+# Names of torch.cuda, and further names that torch looks up in a device's module.
 NAMES = [
     *torch.cuda.__all__,
     "_is_in_bad_fork",
@@ -16,7 +16,7 @@ NAMES = [
     "get_autocast_dtype",
     "set_autocast_dtype",
 ]
-# Names of torch.cuda for what foo does not have.
+# Names of torch.cuda that foo lacks, by reason.
 MISSING = {
     "FooGraph": "CUDAGraph",
     "exports of graphs, of PyTorch 2.15": "export_dot export_graph_data graph_annotations",
@@ -33,7 +33,7 @@ MISSING = {
 
 def test_names_of_cuda():
     missing = {name for name in NAMES if not hasattr(torch.foo, name)}
-    # Some are those of newer versions.
+    # Some names exist only in newer versions.
     assert missing == set(" ".join(MISSING.values()).split()) & set(NAMES)
 
 
@@ -120,7 +120,7 @@ def test_autocast_state():
 
 
 def test_accelerator_functions():
-    """All of torch.accelerator works, too."""
+    """Every function of torch.accelerator works."""
     accelerator = torch.accelerator
     assert accelerator.is_available()
     assert accelerator.current_accelerator() == torch.device("foo")
@@ -135,7 +135,7 @@ def test_accelerator_functions():
         assert accelerator.memory_stats()["allocated_bytes.all.allocated"] == 0
         assert accelerator.max_memory_reserved() >= accelerator.memory_reserved() > 0
         free, total = accelerator.get_memory_info()
-        # What is free changes from one moment to the next.
+        # The free memory changes from one moment to the next.
         assert 0 < free < total == torch.foo.mem_get_info(1)[1]
     assert accelerator.current_device_index() == 0
     assert tensor.get_device() == 1

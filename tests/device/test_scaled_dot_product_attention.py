@@ -53,7 +53,7 @@ CALLS = {
     "no_keys": ((2, 3, 5, 8), (2, 3, 0, 8), (2, 3, 0, 8), {}),
 }
 if TORCH >= (2, 14):
-    # It raises on every device.
+    # Refused on every device.
     del CALLS["mask_and_causal"]
 
 
@@ -76,7 +76,7 @@ def test_values_and_gradients(example, dtype):
         output = F.scaled_dot_product_attention(*inputs, **options)
         cotangent = torch.randn(output.shape, dtype=torch.float64).to("foo", dtype)
         gradients = torch.autograd.grad(output, leaves, cotangent)
-    # torch itself returns zeros where there is nothing to compute.
+    # torch itself returns zeros if there is nothing to compute.
     is_empty = any(tensor.numel() == 0 for tensor in inputs)
     assert (FUSED in operators.names) != is_empty
     assert (FUSED_BACKWARD in operators.names) != is_empty
@@ -89,7 +89,7 @@ def test_values_and_gradients(example, dtype):
         assert_near(actual, expected)
 
 
-# The inputs are float64, with 2 query heads of dimension 3 and 4 keys, then options.
+# Float64 inputs with 2 query heads of dimension 3 and 4 keys, then options.
 SECOND_DERIVATIVES = {
     "plain": (2, {}),
     "causal": (2, {"is_causal": True, "scale": 0.7}),
@@ -125,7 +125,7 @@ def test_second_derivatives_with_a_mask_that_has_some():
 
 
 def test_second_derivatives_are_those_of_the_formula():
-    """One tensor stands in all places, and torch's formula in float64 is the reference."""
+    """One tensor is query, key and value; the reference is torch's formula in float64."""
     torch.manual_seed(0)
     start, direction = torch.randn(2, 2, 3, 9, 8).double().unbind()
 
@@ -146,7 +146,7 @@ def test_second_derivatives_are_those_of_the_formula():
 
 
 def test_gradients_of_function_transforms():
-    """They are made with a graph, and so of operators that can be differentiated once more."""
+    """Transforms record a graph, and so run operators that can be differentiated again."""
     query = torch.randn(1, 2, 5, 8, device="foo", dtype=torch.float64)
 
     def loss(query):
@@ -166,7 +166,7 @@ def test_gradients_of_function_transforms():
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 2, 1, 0)])
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_results_lie_in_memory_as_the_query(order, value_dim):
-    """The meta kernel, which torch.compile believes, says the same."""
+    """torch.compile relies on the meta kernel, which gives the same strides."""
     query = torch.empty_permuted((2, 3, 5, 8), order, device="foo").normal_()
     key, value = (
         torch.randn(2, 3, 7, 8, device="foo"),
@@ -206,7 +206,7 @@ def test_float32_mask_beside_bfloat16():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_dropout(dtype):
-    """The seed keeps the same weights forward and backward, drawn from foo's generator."""
+    """The seed comes from foo's generator; forward and backward keep the same weights."""
     torch.manual_seed(5)
     inputs = [on_foo(heads_in_front(2, 2, 40, 8), dtype) for _ in range(3)]
     state = torch.foo.get_rng_state()
@@ -240,7 +240,7 @@ def test_nothing_is_drawn_without_dropout():
 
 
 def test_dropout_of_each_device():
-    """The generator is that of the device of the tensors, not of the current one."""
+    """The generator is that of the tensors' device, not of the current device."""
     query = torch.randn(1, 1, 4, 8, device="foo:1")
     states = torch.foo.get_rng_state_all()
     F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
@@ -271,7 +271,7 @@ def test_large_head_dims_are_fused():
     assert_near(output, expected)
 
 
-# Torch's formula computes what foo's kernels do not take.
+# Calls that foo's kernels do not take; torch's formula computes them.
 NOT_FUSED = {
     "three_dimensions": (torch.float32, (3, 5, 8), (3, 7, 8), {}),
     "five_dimensions": (torch.float32, (2, 2, 3, 5, 8), (2, 2, 3, 7, 8), {}),
@@ -289,7 +289,7 @@ def test_falls_back_to_the_formula(case):
         output = F.scaled_dot_product_attention(
             query.to("foo"), key.to("foo"), key.to("foo"), **options
         )
-    # Newer versions give three dimensions a fourth.
+    # Newer versions add a dimension to three-dimensional inputs.
     takes = case == "three_dimensions" and TORCH >= (2, 14)
     assert (FUSED in operators.names) == takes
     with sdpa_kernel(SDPBackend.MATH):
@@ -326,7 +326,7 @@ def test_choice_operator():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_compiled(dynamic, dtype):
-    """The compiled function has the dropout of the eager one, and its gradients and strides."""
+    """Compiled and eager functions agree in dropout, gradients and strides."""
 
     def attend(query, key, value, mask):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.2)
@@ -388,6 +388,3 @@ def test_tensors_of_other_devices_raise(position):
     tensors[position] = tensors[position].cpu()
     with pytest.raises(RuntimeError, match="to have the same device type"):
         F.scaled_dot_product_attention(*tensors)
-
-
-"""The dtypes of nested tensors, by device: exact ones, and those that are compared with them."""

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention on foo takes nested tensors as on the CPU."""
+"""scaled_dot_product_attention on foo takes nested tensors as the CPU does."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from support.exact import assert_near, exact_copy
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NESTED = {"cpu": torch.float64, "foo:1": torch.float32}
+"""Dtypes of nested tensors, by device: exact results on the CPU, and those compared with them."""
 
 
 def nested_heads(layout, device):
@@ -51,7 +52,7 @@ def test_inference_with_nested_tensors():
 
 
 def test_encoder_makes_nested_tensors_of_padded_ones():
-    """torch.nn.TransformerEncoder does so without gradients, on kernels of its own."""
+    """Without gradients, torch.nn.TransformerEncoder runs its own nested kernels."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2).eval()

@@ -27,13 +27,13 @@ holder.self = holder
 holder.tensors = [torch.ones(1000, device="foo") + 1, torch.rand(9, 9, device="foo:1").topk(2)]
 torch.holder = holder
 """
-    # A new interpreter, since its end is different where collections leave out what a fork had.
+    # A new interpreter: at the exit of a fork, garbage collection skips the objects it inherited.
     process = python(program, new=True)
     assert process.returncode == 0, process.stderr
 
 
 def test_a_storage_without_memory_stays_on_its_device():
-    """Sharded training takes the memory away between two uses of a parameter."""
+    """Sharded training frees the memory between two uses of a parameter."""
     tensor = torch.ones(100, device="foo:1")
     storage = tensor.untyped_storage()
     held = torch.foo.memory_allocated(1)

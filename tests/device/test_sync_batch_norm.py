@@ -1,4 +1,4 @@
-"""The operators of SyncBatchNorm, in one process: all dtypes, layouts, and what is left out."""
+"""The operators of SyncBatchNorm in one process: dtypes, layouts, omitted arguments."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_against_float64(dtype, shape, affine):
 
 
 def test_a_variance_below_eps_is_not_lost():
-    """1 / invstd^2 is eps and a little more: in float32 that little would be gone."""
+    """1 / invstd^2 is slightly more than eps: float32 would lose the difference."""
     x = torch.tensor([[0.0], [1e-4]], device="foo", dtype=torch.float64)
     mean, invstd = torch.batch_norm_stats(x, 1e-5)
     running = torch.zeros(1, device="foo", dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_errors():
 def test_parts_of_different_sizes_are_one_batch():
     torch.manual_seed(0)
     x = torch.rand(7, 3, 5, dtype=torch.float64)
-    x[2:] += 3  # the means differ, too
+    x[2:] += 3  # different means
     parts = [x[:2].foo(), x[2:].foo()]
     means, invstds = zip(*(torch.batch_norm_stats(part, 1e-5) for part in parts), strict=True)
     running = [torch.full((3,), 2.0, dtype=torch.float64, device="foo") for _ in range(2)]

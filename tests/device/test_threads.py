@@ -11,7 +11,7 @@ print(threads_at_work.run_threads(5))
 
 
 def test_eight_threads_leave_exact_figures():
-    # A process of its own, in which nothing else has used the generators or the memory.
+    # A separate process, in which nothing else has used the generators or the memory.
     run = python(RUN)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) > 100

@@ -1,4 +1,4 @@
-"""Autograd and training on device foo give the numbers of the CPU."""
+"""Autograd and training on device foo match the CPU."""
 
 import copy
 import threading
@@ -207,7 +207,7 @@ def test_gradient_scaler():
 
 
 def test_modules_keep_their_parameters():
-    """Weights stay tied, and an optimizer that was made before the move goes on."""
+    """Tied weights stay tied, and an optimizer made before the move still works."""
     embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, head)

@@ -1,4 +1,4 @@
-"""Old programs name classes for one dtype: torch.foo.FloatTensor, torch.foo.FloatStorage."""
+"""Legacy classes for one dtype: torch.foo.FloatTensor, torch.foo.FloatStorage."""
 
 import pytest
 import torch

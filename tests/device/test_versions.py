@@ -1,4 +1,4 @@
-"""Versions of tensors of foo count each write, so that autograd notices it."""
+"""Every write increments the version of a foo tensor, so that autograd notices it."""
 
 import pytest
 import torch

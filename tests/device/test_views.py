@@ -37,7 +37,7 @@ def test_views(name):
     base = expected_base.to("foo:1")
     torch.foo.reset_operator_counts()
     expected, view = VIEWS[name](expected_base), VIEWS[name](base)
-    # Metadata alone: no kernel of the CPU takes part.
+    # Metadata alone: no CPU kernel runs.
     assert not any(count.fallback for count in torch.foo.operator_counts().values())
     assert view.device == base.device
     assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()

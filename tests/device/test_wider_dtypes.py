@@ -1,4 +1,4 @@
-"""Dtypes that operators have on CUDA and not on the CPU: what the conformance does not see."""
+"""Dtypes that operators support on CUDA and not on the CPU, which conformance does not cover."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def complex_numbers(*sizes):
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_counts_of_integers(dtype):
-    """The last bin has its upper end, and numbers outside of all bins count nowhere."""
+    """The last bin includes its upper end, and numbers outside of all bins are not counted."""
     values = torch.tensor([0, 1, 1, 5, 9, 10, 11, 100], dtype=dtype)
     counts = torch.histc(values.foo(), bins=5, min=0, max=10)
     assert counts.dtype == dtype
@@ -25,7 +25,7 @@ def test_counts_of_integers(dtype):
 
 
 def test_counts_are_exact_beyond_float64():
-    """Neighbours that float64 cannot tell apart are in bins of their own."""
+    """Neighbours that are equal in float64 get bins of their own."""
     start = 2**62
     values = torch.tensor([start + each for each in (0, 1, 1, 3)], device="foo")
     assert torch.histc(values, bins=4, min=start, max=start + 4).tolist() == [1, 2, 0, 1]
@@ -103,7 +103,7 @@ def test_layouts(layout):
 
 
 def test_common_dtypes():
-    """The dtype of the result follows from all operands, also where only a number is complex."""
+    """All operands decide the result's dtype, even where only a number is complex."""
     half, x = torch.rand(5).half().foo(), complex_numbers(5).foo()
     for found, dtype in [
         (x.div(half), torch.complex32),
@@ -124,7 +124,7 @@ def test_common_dtypes():
 
 
 def test_a_sum_is_rounded_once():
-    """4096 ones and a thousandth each would stay at 4096 in half precision."""
+    """A sum of 4096 numbers of 1.001 would stop at 4096 in half precision."""
     x = torch.full((4096,), 1.001, dtype=torch.complex64).to(torch.complex32)
     exact = x.to(torch.complex128).sum().real
     assert abs(x.foo().sum().real.item() - exact) <= 2

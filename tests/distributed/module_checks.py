@@ -1,4 +1,4 @@
-"""Checks that test_modules.py runs on several processes: a transformer block, cut in each way."""
+"""Checks that test_modules.py runs on several processes: a block, sharded in each way."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "foo")
 
 
 def parallel_plan(outside):
-    """Cut heads and hidden features; what is between the blocks is placed as ``outside``."""
+    """Shard heads and hidden features; tensors between the blocks are placed as ``outside``."""
     columns, rows = ColwiseParallel, RowwiseParallel
     inputs = PrepareModuleInput(
         input_layouts=(outside,), desired_input_layouts=(Replicate(),), use_local_output=False
@@ -56,14 +56,14 @@ def whole(tensor):
 
 
 def tensor_parallel():
-    """parallelize_module cuts heads: nothing travels for our operators themselves."""
+    """parallelize_module shards heads: our operators themselves communicate nothing."""
     for device in DEVICES:
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         block = parallelize_module(make_block(device), mesh, parallel_plan(Shard(1)))
         batch = distribute_tensor(make_batch(device), mesh, [Shard(1)])
         with CommDebugMode() as communication:
             loss = loss_of(block, batch)
-        # The inputs of attention and feed are gathered once each, their outputs are summed.
+        # Attention and feed-forward each gather their inputs once and sum their outputs once.
         counts = communication.get_comm_counts()
         assert sum(counts.values()) == 4, counts
         loss.backward()

@@ -56,12 +56,12 @@ def reference(
 
 
 def own_rows(bias, **layout):
-    """Return a bias for this process's queries, if it has some for each."""
+    """Return this process's rows of a bias, or the bias itself if rows share it."""
     return bias if bias.dim() < 2 or bias.shape[-2] == 1 else shard_sequence(bias, -2, **layout)
 
 
 def whole_gradient(name, gradient, tensor, group, layout):
-    """Put a gradient together: those of rows by rows, others are sums."""
+    """Assemble a gradient: gather the gradients of rows, sum the others."""
     if name == "bias" and tensor.dim() > 1 and tensor.shape[-2] != 1:
         return gather_sequence(gradient, -2, **layout)
     if name in ("bias", "slopes", "sinks"):
@@ -130,7 +130,7 @@ def values_and_gradients():
 
 def lengths_that_differ():
     for device in ("cpu", "foo"):
-        # The last processes of four have no queries, or no keys.
+        # With four processes, the last ones have no queries or no keys.
         for lengths in ((23, 23), (5, 23), (23, 5), (1, 1), (0, 3)):
             compare(inputs(device, lengths=lengths), is_causal=False)
         for length in (23, 5, 1):
@@ -138,7 +138,7 @@ def lengths_that_differ():
 
 
 def windows():
-    """Some see no process's keys but their own, some none, and some those far to the left."""
+    """Some windows reach only a process's own keys, some no keys, some those far to the left."""
     for device, is_balanced in itertools.product(("cpu", "foo"), (False, True)):
         for left, right in ((5, 0), (0, 0), (-1, 2), (30, -1), (3, 7), (0, 20)):
             window = {"window_left": left, "window_right": right}
@@ -179,7 +179,7 @@ def added_to_scores():
         ):
             own = {name: it.to(device) for name, it in added.items()}
             compare(inputs(device), is_balanced=is_balanced, added=own, **options)
-    # Parts of one key each.
+    # Each part has one key.
     count = dist.get_world_size()
     bias = torch.randn(4, count, count, **size)
     compare(
@@ -188,7 +188,7 @@ def added_to_scores():
 
 
 def large_scores():
-    """The gradients of a part follow from the logsumexp of all keys, also where that is large."""
+    """A part's gradients follow from the logsumexp of all keys, even a large one."""
     query, key, value = inputs("cpu")
     for is_causal in (False, True):
         compare([query * 1000, key, value], 1e-9, is_causal=is_causal)
@@ -213,7 +213,7 @@ def part_of_the_processes():
 
 
 def in_context_parallel():
-    """torch's context cuts the buffers, balanced or not, and our attention goes round its ring."""
+    """torch's context shards the buffers, balanced or not, and our attention runs in its ring."""
     for device, length, is_causal in itertools.product(("cpu", "foo"), (24, 20), (False, True)):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         tensors = inputs(device, lengths=(length, length))
@@ -230,7 +230,7 @@ def in_context_parallel():
             whole = context_parallel_unshard(mesh, [it.detach() for it in mine], [2] * 4)
         for actual, theirs in zip(whole, [expected, *gradients], strict=True):
             torch.testing.assert_close(actual.cpu(), theirs.detach(), rtol=1e-12, atol=1e-12)
-        # Outside, attention is that of one process again.
+        # Outside the context, attention is again that of one process.
         alone = foo_ops.attention(*tensors, **options)
         torch.testing.assert_close(alone.cpu(), expected.detach(), rtol=1e-12, atol=1e-12)
 
@@ -264,7 +264,7 @@ def refused_in_context_parallel():
 
 
 def errors():
-    """What is wrong on one process is raised on all, before anything goes round."""
+    """An error of one process is raised on all, before any communication."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     query, key, value = torch.randn(3, 1, 2, 4, 8)
     with refuses(

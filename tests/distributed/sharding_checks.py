@@ -18,7 +18,7 @@ def randn(*shape):
 
 
 def placed(tensor, mesh, placements):
-    """Distribute a tensor; Partial is made of parts that differ."""
+    """Distribute a tensor; the parts of Partial differ."""
     placements = [
         it if not isinstance(it, Shard) or it.dim < tensor.dim() else Replicate()
         for it in placements
@@ -64,7 +64,7 @@ def assert_as_one_process(function, tensors, mesh, placements):
 
 
 def all_placements(tensors):
-    """Yield placements for all tensors: all alike, and each in another way than the others."""
+    """Yield placements for all tensors: all equal, and then each tensor placed alone."""
     most = max(it.dim() for it in tensors)
     ways = [Replicate(), *map(Shard, range(most))]
     for way in ways:
@@ -165,7 +165,7 @@ def heads():
         output, _ = foo_ops.attention_int8_cache(
             query.detach(), key, value, scale, scale, None, used
         )
-        # It has no gradients, which this file compares, too.
+        # The operator has no gradients, but this file compares them; so add 0 * query.
         return output + 0 * query
 
     return {
@@ -188,14 +188,14 @@ def heads():
 
 
 def seeded(function, *tensors):
-    """Call it with a generator that differs on all processes but the first one."""
+    """Call with a generator that differs on all processes but the first one."""
     rank = dist.get_rank()
     torch.manual_seed(7 if rank == 0 or not isinstance(tensors[0], DTensor) else rank)
     return function(*tensors)
 
 
 def dropout():
-    """Attention that drops weights, which ones depends on their place in one process."""
+    """Which weights attention drops depends on their places in the whole tensor."""
 
     def attention(query, key, value, *added):
         return foo_ops.attention(
@@ -280,13 +280,13 @@ def on_operators_of_the_kit():
     assert_as_one_process(kit.leaky, [x], mesh, [[Shard(1)]])
     placements = {
         (kit.leaky, Shard(2)): Shard(2),
-        # To add parts up and cut the sum costs less than to have it everywhere.
+        # Summing the parts and sharding the sum costs less than replicating it.
         (kit.leaky, Partial()): Shard(0),
-        # Rows are computed each on its own, as the source of the kernel shows.
+        # The kernel's source shows that each row is computed on its own.
         (kit.row_sum, Shard(0)): Shard(0),
         (kit.row_sum, Shard(1)): Shard(1),
         (kit.row_sum, Shard(2)): Replicate(),
-        # These have tiles that see others, or are no rows.
+        # These kernels read other tiles, or do not work on rows.
         (kit.neighbours, Shard(0)): Replicate(),
         (kit.column_sum, Shard(0)): Replicate(),
         (kit.column_sum, Shard(1)): Replicate(),
@@ -318,7 +318,7 @@ def on_written_tensors():
             torch.testing.assert_close(out.full_tensor(), x.abs())
         for where in (Replicate(), Shard(0)):
             mine = placed(x.clone(), mesh, [where])
-            # The other tensor is redistributed as this one needs it.
+            # The other tensor is redistributed to match.
             kit.scale_rows_(mine, placed(scale, mesh, [Shard(0)]))
             torch.testing.assert_close(mine.full_tensor(), x * scale[:, None])
         angles = placed(torch.full((1, 1), 0.5).to(x), mesh, [Replicate()])
@@ -340,7 +340,7 @@ def refused():
         kit.scale_rows_(x, scale)
     query = placed(randn(2, 4, 3, 8), mesh, [Shard(1)])
     for operator in ("flex_attention", "flex_attention_varlen"):
-        # A function may read the row of the batch and the head, which parts do not know.
+        # A function may read batch and head indices, which are unknown in a part.
         message = f"Operator foo.{operator}.default does not have a sharding strategy registered."
         with refuses(NotImplementedError, message):
             call_flex(operator, query, mesh)
@@ -364,7 +364,7 @@ def call_flex(operator, query, mesh):
 
 
 def nothing_travels():
-    """What is cut along batch, heads or rows is computed where it is, on meshes of two, too."""
+    """Tensors sharded along batch, heads or rows are computed in place, on 2-D meshes too."""
     size = dist.get_world_size()
     meshes = {(Shard(0),): (size,), (Shard(1),): (size,)}
     if size == 4:

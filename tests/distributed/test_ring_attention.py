@@ -1,4 +1,4 @@
-"""Ring attention computes on two and four processes what attention does on one."""
+"""Ring attention on two and four processes computes the attention of one."""
 
 from pathlib import Path
 

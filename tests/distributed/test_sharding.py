@@ -1,4 +1,4 @@
-"""Operators run on DTensors, on two and four processes, and compute what one process does."""
+"""Operators on DTensors, on two and four processes, give the results of one process."""
 
 from pathlib import Path
 

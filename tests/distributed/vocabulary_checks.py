@@ -1,4 +1,4 @@
-"""Checks that test_sharding.py runs on several processes: losses with classes that are cut."""
+"""Checks that test_sharding.py runs on several processes: losses with sharded classes."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ import foo_ops
 
 
 def losses(classes, large=1.0, **options):
-    """Return each loss with its tensors, and where these are placed if the classes are cut."""
+    """Return each loss with its tensors, and their placements when classes are sharded."""
     torch.manual_seed(0)
     target = torch.randint(classes, (4, 3))
     target[0, :2] = options.get("ignore_index", -100)
@@ -37,13 +37,13 @@ def each():
         (10, 3), ("mean", "none"), (0.0, 0.3, 1.0)
     ):
         yield from losses(classes, reduction=reduction, label_smoothing=smoothing)
-    # The logsumexp is large, a class is ignored, and probabilities are zero.
+    # Large logsumexps, an ignored class, and probabilities of zero.
     yield from losses(10, large=1000.0)
     yield from losses(10, ignore_index=4)
     function, (logits, target), placements = losses(10)[0]
     logits[..., 5:] = -torch.inf
     yield function, [logits, target % 5], placements
-    # A row has an infinite logit, which is not its target, in one process.
+    # On one process, a row has an infinite logit that is not its target.
     for smoothing in (0.0, 0.3):
         cases = losses(10, reduction="none", label_smoothing=smoothing)
         for place, (function, tensors, placements) in enumerate(cases[:3:2]):
@@ -68,7 +68,7 @@ def on_rows_and_classes():
     for function, tensors, placements in losses(10, label_smoothing=0.2):
         both = [[Shard(0), placements[0]], *([Replicate(), it] for it in placements[1:])]
         assert_as_one_process(function, tensors, mesh, both)
-        # Both dimensions of the mesh cut the classes.
+        # Both dimensions of the mesh shard the classes.
         assert_as_one_process(function, tensors, mesh, [[it, it] for it in placements])
 
 
@@ -80,7 +80,7 @@ def nothing_is_gathered():
         with CommDebugMode() as communication:
             loss, _ = function(*leaves)
         names = {str(name).split(".")[-1] for name in communication.get_comm_counts()}
-        # The maximum, the sum and the loss; and the mean, which is computed beside them.
+        # The maximum, the sum and the loss; and the mean, which is computed with them.
         assert names == {"all_reduce"}, names
         with CommDebugMode() as communication:
             loss.sum().backward()

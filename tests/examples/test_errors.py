@@ -1,4 +1,4 @@
-"""The operators of examples/operators refuse bad input in one sentence, in eager and in fake."""
+"""The operators of examples/operators refuse bad input in one sentence, eager and fake."""
 
 import importlib
 import re
@@ -232,7 +232,7 @@ def test_wrong_mask_of_dropout(grad_output, mask, error, message):
 
 
 def test_histogram_of_a_matrix():
-    """The public function flattens it."""
+    """The public function flattens the matrix."""
     assert function_of("histogram")(f32(2, 3), **BINS).tolist() == [0, 0, 6]
     with pytest.raises(ValueError, match="histogram: input must have 1 dimension, got 2"):
         torch.ops.examples.histogram(f32(2, 3), **BINS)

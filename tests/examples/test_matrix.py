@@ -9,7 +9,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "operators"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 SPECS = [importlib.import_module(f"examples.operators.{name}").SPEC for name in NAMES]
-# Most of the time goes to compiling their kernels, once for each dtype.
+# Most of the time goes into compiling their kernels, once per dtype.
 IN_ONE_DTYPE = [dataclasses.replace(spec, dtypes=spec.dtypes[:1]) for spec in SPECS]
 
 

@@ -1,4 +1,4 @@
-"""The operators of examples/operators in use: beside PyTorch's own, and under its transforms."""
+"""The operators of examples/operators in use: beside PyTorch's own, and under transforms."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from examples.operators import (
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_adamw_is_that_of_torch(compiles, device):
-    """Both train a model, and stay together."""
+    """Our optimizer and torch's each train a model; the weights stay equal."""
     models = []
     for make in (adamw.AdamW, torch.optim.AdamW):
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_adamw_takes_a_closure():
 
 
 def test_philox_has_the_answers_of_its_authors():
-    """These are the known answers of Random123 for philox2x32 with ten rounds."""
+    """Random123's known answers for philox2x32 with ten rounds."""
     words = 0xFFFFFFFF
     assert dropout.philox(0, 0, 0) == 0xFF1DAE59
     assert dropout.philox(words, words, words) == 0x2C3F628B
@@ -81,7 +81,7 @@ def test_dropout_compiles_in_one_graph():
 
 
 def test_top_p_draws_what_may_be_drawn(device):
-    """As the generator and the seed say, in one graph too, and -1 where there is no token."""
+    """The generator and the seed decide, also in one graph; -1 stands for no valid token."""
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(0)).to(device)
     logits[3, 7], logits[4] = torch.nan, -torch.inf
     probabilities = sample_top_p.reference(logits[:3].double().cpu(), 0.5)
@@ -108,7 +108,7 @@ def test_grouped_linear_is_that_of_torch(dtype):
 
 
 def test_grid_sample_is_that_of_torch():
-    """On pixels and edges too, and far outside."""
+    """On pixels and edges, and far outside."""
     generator = torch.Generator().manual_seed(0)
     input = torch.randn(2, 5, 6, 7, dtype=torch.float64, generator=generator)
     grid = torch.randn(2, 4, 9, 2, dtype=torch.float64, generator=generator)
@@ -121,7 +121,7 @@ def test_grid_sample_is_that_of_torch():
 
 
 def test_the_scan_goes_on_from_nothing_but_its_state():
-    """The gradient of the last state arrives at all inputs before."""
+    """The gradient of the last state reaches all earlier inputs."""
     inputs = [
         it.requires_grad_() for it in selective_scan.sample((2, 5, 3), 4, torch.float64).inputs
     ]
@@ -149,7 +149,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms(name):
-    """Forward mode, per-sample gradients and second derivatives are those of PyTorch's own."""
+    """Forward mode, per-sample gradients and second derivatives match PyTorch's own."""
     ours, theirs = TRANSFORMED[name]
     x, tangent = torch.randn(2, 3, 4, 5, dtype=torch.float64)
 

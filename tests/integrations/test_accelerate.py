@@ -1,4 +1,4 @@
-"""accelerate, transformers' Trainer and device maps take foo by the one line of the manual."""
+"""accelerate, transformers' Trainer and device maps use foo with the manual's one line."""
 
 import pytest
 from support.processes import python

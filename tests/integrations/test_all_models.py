@@ -1,4 +1,4 @@
-"""Models are made small and compared with themselves after `apply`, and a difference is seen.
+"""Small models are compared with themselves after `apply`, and differences are found.
 
 ``make test-models`` compares all of them, and each part of ``make test-all`` some.
 """
@@ -18,7 +18,7 @@ from foo_ops.integrations import transformers as integration
 
 
 def test_models_are_checked_in_a_process():
-    """A model type that is not there is a row, too, and the next one is checked."""
+    """An unknown model type gives a row, too, and the next one is checked."""
     rows = list(check_all(["no such type", "llama"], workers=1))
     assert [row["type"] for row in rows] == ["no such type", "llama", "llama"]
     assert [row["verdict"] for row in rows] == ["not made", "agrees", "agrees"]
@@ -33,7 +33,7 @@ def test_windows_are_shorter_than_sequences():
 
 
 def test_wrong_mask_is_seen(monkeypatch):
-    """A model whose attention looks ahead after `apply` differs in all that is compared."""
+    """A model whose attention looks ahead after `apply` differs in every check."""
 
     def looks_ahead(model):
         model.set_attn_implementation("looks ahead")

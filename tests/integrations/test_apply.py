@@ -1,4 +1,4 @@
-"""What `apply` leaves as it was, what it does not take for more than it is, and the way back."""
+"""Modules that `apply` leaves alone or must not mistake for others, and the way back."""
 
 import copy
 import io
@@ -123,7 +123,7 @@ def test_twice_is_once():
 
 
 def test_layers_that_are_wrapped_later():
-    """Adapters keep a linear layer and add to what it gives (LoRA)."""
+    """Adapters keep a linear layer and add to its result (LoRA)."""
 
     class Adapter(nn.Module):
         def __init__(self, layer):
@@ -161,7 +161,7 @@ def test_parametrized_layers_stay_applied():
 MODULES = ["attention", "rms_norm", "rotary_embedding", "mlp", "linear"]
 FLAGS = [*MODULES, "fused_loss", "loss", "cache"]
 ALSO = {"fused_loss": {"linear": 1}}
-"""What a part needs of another one."""
+"""Other modules that a flag also replaces."""
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -172,7 +172,7 @@ def test_each_part_by_itself(flag):
     one = apply(copy.deepcopy(model), **{**off, flag: True})
     assert replaced(one) == {flag: everything[flag], **ALSO.get(flag, {})}
     torch.testing.assert_close(logits(one), logits(model), rtol=1e-4, atol=1e-4)
-    # The rest can follow.
+    # The other kinds can follow.
     assert replaced(apply(one)) == everything
 
 
@@ -267,7 +267,7 @@ def test_other_norms_stay(norm):
 
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm])
 def test_norms_are_known_on_any_weights(norm):
-    """Also where the weights are all 0 or 1, as fresh models have them, and on other devices."""
+    """Also where all weights are 0 or 1, as in new models, and on other devices."""
     for weight in (0.0, 1.0):
         for device in ("cpu", "foo", "meta"):
             module = norm(32).to(device)
@@ -346,7 +346,7 @@ def test_other_linear_layers_stay():
 
 
 def test_weights_of_quantisers_keep_their_products():
-    """A tensor's subclass that is put in place of a weight later brings its own products."""
+    """A tensor subclass that replaces a weight later brings its own products."""
 
     class Quantised(torch.Tensor):
         pass

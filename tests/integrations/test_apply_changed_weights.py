@@ -1,4 +1,4 @@
-"""Layers with a copy of their weight in 8 or 4 bits, whose weight changes."""
+"""Layers with a copy of their weight in 8 or 4 bits, when the weight changes."""
 
 import copy
 import pickle
@@ -40,17 +40,17 @@ def noise(weight):
 
 
 def merge(layer):
-    """Do as peft, which merges an adapter so."""
+    """Change the weight as peft does to merge an adapter."""
     layer.weight.data += noise(layer.weight.data)
 
 
 def merge_safely(layer):
-    """Do as peft with ``safe_merge=True``."""
+    """Change the weight as peft does with ``safe_merge=True``."""
     layer.weight.data = layer.weight.data + noise(layer.weight.data)
 
 
 def come_back(layer):
-    """Put others in the place of a weight until one has its memory, with one number changed."""
+    """Replace the weight until a new one has its address, with one number changed."""
     place, numbers = layer.weight.data_ptr(), layer.weight.detach().clone()
     numbers[3, 5] = 9.0
     for _ in range(50):
@@ -121,7 +121,7 @@ def test_changed_weights_count(kind, change):
 
 
 def test_compiled_graphs_see_changes(fresh_compiler):
-    """Without another compilation, but for another dtype; also after the copy was made again."""
+    """No recompilation, except for another dtype; also after the copy was made again."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for kind in LAYERS:
         model, input = layer_of(kind), torch.randn(3, INPUTS)
@@ -139,7 +139,7 @@ def test_compiled_graphs_see_changes(fresh_compiler):
 
 
 def change_unseen(model):
-    """Change one number so that neither the counter nor the sample tells."""
+    """Change one number that neither the version counter nor the sample shows."""
     model[0].weight.data[3, 5] = 9.0
 
 
@@ -152,7 +152,7 @@ SIGHTS = {
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_single_numbers_are_seen(kind, sight):
-    """By ``eval()``, and where a call is so long that all numbers can be looked at."""
+    """By ``eval()``, and in calls so long that all numbers can be compared."""
     model, input = layer_of(kind), torch.randn(1, INPUTS)
     with torch.no_grad():
         model(input)
@@ -173,7 +173,7 @@ def test_small_weights_are_seen_as_a_whole_and_others_in_each_row(index):
 
 
 def test_evaluation_between_steps():
-    """The loss is that of the weights as they are, and not of those before the training."""
+    """The loss is that of the current weights, not of those before the training."""
     torch.manual_seed(0)
     model, input = nn.Sequential(nn.Linear(INPUTS, 64), nn.SiLU(), nn.Linear(64, 8)), None
     model, input, target = apply(model, quantize=8), torch.randn(32, INPUTS), torch.randn(32, 8)
@@ -258,7 +258,7 @@ def test_threads_make_one_copy():
 
 
 def test_inference_mode():
-    """Copies that are made there are ordinary tensors, and weights that are made there are seen."""
+    """Copies made in inference mode are ordinary tensors, and changes of its weights are seen."""
     model, input = layer_of("linear"), torch.randn(3, INPUTS, requires_grad=True)
     with torch.inference_mode():
         model[0].weight.data = model[0].weight.data.double()
@@ -278,7 +278,7 @@ def test_inference_mode():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2"])
 def test_no_parameter_loses_its_gradient_in_eval(name, bits):
-    """They are those of the model with rounded weights, and recording them changes no value."""
+    """Gradients are those of the model with rounded weights; recording them changes no value."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8}
     model, inputs = decoder(name, **sizes), tokens(2, 9)
     twin = exact_copy(model)
@@ -308,7 +308,7 @@ def test_no_parameter_loses_its_gradient_in_eval(name, bits):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_one_layer(kind, fresh_compiler):
-    """Under autocast, compiled, by torch.func, and of frozen weights."""
+    """Under autocast, compiled, by torch.func, and with frozen weights."""
     model, input = layer_of(kind), torch.randn(2, 3, INPUTS)
     with torch.autocast("cpu", torch.bfloat16):
         model(input).sum().backward()

@@ -1,4 +1,4 @@
-"""Attention layers of models that decode, token after token, with little between the operators."""
+"""Attention layers of decoding models, token by token, with little between the operators."""
 
 import copy
 import inspect
@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
+from foo_ops.integrations.transformers.attention_layers import FooRotaryAttention
 from foo_ops.integrations.transformers.cache import Integers
-from foo_ops.integrations.transformers.joined import JOINED
-from foo_ops.integrations.transformers.rotary import FooRotaryAttention
+from foo_ops.integrations.transformers.quantized import JOINED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,11 +29,11 @@ PROMPT, LENGTH = 5, 12
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The layers that have computed one token by `decoding.step`."""
+    """Record the layers that computed a token by `decoding.step`."""
     layers, own = [], decoding.step
 
     def step(module, *arguments):
-        # Recognition calls it, too.
+        # Recognition calls `step` as well.
         if isinstance(module, decoding.FooDecodingAttention):
             layers.append(module)
         return own(module, *arguments)
@@ -43,7 +43,7 @@ def steps(monkeypatch):
 
 
 def decode(model, inputs, cache, **options):
-    """Return the logits of all tokens but for the prompt's, which were computed one by one."""
+    """Return the logits of all tokens after the prompt, computed one by one."""
     with torch.no_grad():
         model(inputs[:, :PROMPT], past_key_values=cache, **options)
         parts = [
@@ -54,7 +54,7 @@ def decode(model, inputs, cache, **options):
 
 
 def wide(name=LLAMA):
-    """Build a model whose layers are as wide as groups of 4 bits."""
+    """Build a model whose layers are wide enough for groups of 4-bit weights."""
     return decoder(name, hidden_size=64, num_attention_heads=8)
 
 
@@ -92,7 +92,7 @@ TWISTS = {
 
 
 def twisted(own, other):
-    """Return a class of attention layers that differ from Llama's in some place of the source."""
+    """Return an attention class that differs from Llama's in one place of the source."""
     source = textwrap.dedent(inspect.getsource(LlamaAttention.forward))
     assert own in source
     names = dict(vars(sys.modules[LlamaAttention.__module__]))
@@ -113,7 +113,7 @@ def test_other_attention_layers_stay(twist):
 
 
 def step_and_layer(length, **options):
-    """Return an attention layer, and what it is called with after some tokens; without a mask."""
+    """Return an attention layer and its call after some tokens, without a mask."""
     config = MistralConfig(**GROUPED, **options)
     torch.manual_seed(0)
     layer, cache = MistralAttention(config, 0).eval(), DynamicCache()
@@ -197,7 +197,7 @@ def test_caches_and_masks_of_other_kinds(kind, steps, monkeypatch):
         ours = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
     if kind == "8 bits":
         bits = 8
-        # Numbers would be computed of the integers for another operator.
+        # Another operator would need floats, made from the integers.
         monkeypatch.setattr(Integers, "numbers", None)
     if kind == "padding":
         options["attention_mask"] = torch.ones(2, LENGTH).long().index_fill_(1, torch.tensor(0), 0)
@@ -270,7 +270,7 @@ def joints(model):
 
 
 def separate(model):
-    """Return the model with each quantised layer on its own."""
+    """Return the model with its quantised layers separate."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         vars(module).pop(JOINED, None)

@@ -1,4 +1,4 @@
-"""Replaced modules return what their own forward does: dtype, strides, values, and errors."""
+"""Replaced modules return the same as their own forward: dtype, strides, values, and errors."""
 
 import copy
 import itertools
@@ -89,7 +89,7 @@ def call(module, input, tables, autocast=None):
 
 
 def outcome(*arguments):
-    """Return a result, or the error in its place."""
+    """Return a call's result, or its error."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -114,7 +114,7 @@ MIXES += [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
 
 
 def cases(name, layout):
-    """Return a module with parameters of each mix, and all that it is called with."""
+    """Return a module with parameters of each mix, and the inputs to call it with."""
     module, input = build(name), 0.5 * torch.randn(2, 5, WIDTH)
     angles = torch.randn(1, 5, 4).repeat(1, 1, 2)
     if layout == "transposed":
@@ -165,7 +165,7 @@ def test_dtypes_of_quantised_layers(name, bits):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_models_that_keep_some_weights_in_float32(dtype):
-    """T5 does, so that its norms are given float32 where their weights are in half precision."""
+    """T5 does, so its norms get float32 inputs with weights in half precision."""
     sizes = {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 6}
     config = transformers.T5Config(**sizes, vocab_size=VOCABULARY, decoder_start_token_id=0)
     model = build_model(transformers.AutoModelForSeq2SeqLM, lambda: config, dtype=dtype)
@@ -185,7 +185,7 @@ def test_models_that_keep_some_weights_in_float32(dtype):
 @pytest.mark.parametrize("autocast", AUTOCAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_losses(dtype, autocast):
-    """Also where head and loss are one operator, and where the user computes the loss."""
+    """Also with head and loss as one operator, and with the user's own loss."""
     model, inputs = decoder("llama: plain", dtype=dtype).train(), tokens(2, 14)
     twin = exact_copy(model)
     with Doubles():
@@ -218,7 +218,7 @@ def test_logits_that_are_not_computed_have_the_dtype_of_autocast():
 
 
 class Logged(torch.Tensor):
-    """A kind of tensor whose products are its own."""
+    """A tensor type with its own products."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -259,7 +259,7 @@ def test_weights_that_are_put_in_place_later():
 @pytest.mark.parametrize("table", FLOATING)
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_dtypes_of_a_decoding_step(dtype, table):
-    """With a cache, and tables of cosine and sine in another dtype."""
+    """With a cache, and with cosine and sine tables in another dtype."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, "attn_implementation": "foo"})
     own = LlamaAttention(config, 0).to(dtype).eval()

@@ -1,4 +1,4 @@
-"""Decoder layers, where `apply` adds the residual in the pass of the norm behind it."""
+"""Decoder layers, in which `apply` adds the residual in the pass of the norm after it."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_arguments_by_position():
 
 
 def sums_of(layer, call, monkeypatch):
-    """Count the sums that are computed together with a norm."""
+    """Return the number of sums computed together with a norm, and the layer's result."""
     operator, calls = torch.ops.foo.add_rms_norm.default, []
 
     def spy(*arguments, **keywords):
@@ -81,7 +81,7 @@ def test_one_pass_for_sum_and_norm(monkeypatch):
 
 @pytest.mark.parametrize("change", ["hook", "other dtype"])
 def test_two_passes_where_one_is_not_enough(change, monkeypatch):
-    """What else happens to the norm, and sums of two dtypes."""
+    """Hooks of the norm, and sums of two dtypes."""
     layer, call = layer_and_call()
     apply(layer)
     if change == "hook":

@@ -1,4 +1,4 @@
-"""While a model trains, head and loss are one operator, and there are no logits."""
+"""In training, head and loss are one operator, and logits are not computed."""
 
 import inspect
 import threading
@@ -23,7 +23,7 @@ FUSED = {"foo::linear_cross_entropy", "foo::linear_cross_entropy_training"}
 
 
 class Recorder(TorchDispatchMode):
-    """Records which operators run, and the sizes of what they give."""
+    """Records the operators that run, and the shapes of their results."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
         self.names.add(operator.name())
         results = result if isinstance(result, (tuple, list)) else [result]
         if operator.name() == "foo::linear_cross_entropy_training":
-            # What is kept for the gradients has no more elements than the weight.
+            # The exponentials kept for the gradients are at most as many as the weight's elements.
             assert results[3].numel() <= args[1].numel()
             results = results[:3]
         self.shapes |= {tuple(it.shape) for it in results if isinstance(it, torch.Tensor)}
@@ -46,7 +46,7 @@ def labels_of(inputs):
 
 
 def trained(model, **options):
-    """Return the output of a training step, with which operators ran in it."""
+    """Return the output of a training step, and the recorded operators."""
     inputs = tokens(2, 14).to(model.device)
     with Recorder() as recorder:
         output = model(inputs, labels=labels_of(inputs), **options)
@@ -63,7 +63,7 @@ def test_logits_are_never_there(name, device):
     assert recorder.names & FUSED
     assert "foo::softmax_cross_entropy" not in recorder.names
     vocabulary = model.config.vocab_size
-    # Rows of logits are 2 x 14 or their 28; the weight's own gradient has other sizes.
+    # Logits have 2 x 14 or 28 rows; the weight's own gradient has other sizes.
     assert not {(2, 14, vocabulary), (28, vocabulary)} & recorder.shapes
 
 
@@ -86,7 +86,7 @@ def test_evaluation_has_logits(device):
 
 
 def test_tuples_have_logits():
-    """What has no names cannot lack one."""
+    """Tuples have no names, so no output can be left out."""
     model = apply(decoder(LLAMA)).train()
     output, _ = trained(model, return_dict=False)
     assert output[1].shape == (2, 14, model.config.vocab_size)
@@ -102,7 +102,7 @@ def test_logits_on_request():
 
 @pytest.mark.parametrize("change", ["hook", "adapter", "subclass"])
 def test_heads_that_do_more_give_logits(change):
-    """A hook, a wrapper of the layer and a weight of another type are heard."""
+    """A hook, a wrapper of the layer and a weight of another type stay in effect."""
     model = apply(decoder(LLAMA)).train()
     calls = []
     if change == "hook":
@@ -130,12 +130,12 @@ def test_a_loss_of_the_users_own_gets_logits():
 
 
 def step(model):
-    """Return the loss and the gradients of a step, by name."""
+    """Return a step's loss and gradients, by name."""
     inputs = tokens(2, 14).to(model.device)
     model.zero_grad()
     loss = model(inputs, labels=labels_of(inputs)).loss
     loss.backward()
-    # What is added to all keys moves no softmax: that gradient is roundings alone.
+    # Adding to all keys changes no softmax: that gradient is rounding errors only.
     parameters = {key: it for key, it in model.named_parameters() if not key.endswith("key.bias")}
     gradients = {key: it.grad.cpu() for key, it in parameters.items() if it.grad is not None}
     return {"loss": loss.detach().cpu(), **gradients}
@@ -159,7 +159,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_models_do_to_logits(name, device):
-    """Losses of their own, factors and soft caps; most go to the one operator, too."""
+    """Losses of their own, factors and soft caps; most use the one operator, too."""
     config = OTHERS[name]()
     for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
         if hasattr(config, key):

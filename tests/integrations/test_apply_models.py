@@ -1,4 +1,4 @@
-"""Models to which foo's operators were applied, of many families, compute what they did."""
+"""Models of many families compute the same after `apply`."""
 
 import copy
 
@@ -34,7 +34,7 @@ CACHED = [
     "gpt_oss: sinks, windows in every second layer",
 ]
 
-# How many norms, rotations, MLPs and linear layers of two blocks are known.
+# Number of recognised norms, rotations, MLPs and linear layers in two blocks.
 COUNTS = {
     "llama: plain": (5, 2, 2, 15),
     "mistral: windows": (5, 2, 2, 15),
@@ -81,7 +81,7 @@ def test_prefill_with_padding(name, device):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float64(name):
-    """Nothing that is replaced computes in less than its inputs have."""
+    """No replaced module computes in less precision than its inputs have."""
     twin = exact_copy(decoder(name))
     with Doubles():
         exact = run(twin, "eager", tokens(2, 20))
@@ -93,7 +93,7 @@ def test_float64(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16(name, device):
-    """The median token is compared: a rounding may send one to another expert."""
+    """Compares the median token: a rounding may send one to another expert."""
     model, inputs = decoder(name, device, torch.bfloat16), tokens(2, 20)
     exact = run_exactly(model, inputs)
     results = run(applied(model), None, inputs), run(model, "eager", inputs)
@@ -190,7 +190,7 @@ def test_cached_decoding(name, kind, device):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama: plain", "Gemma3Text"])
 def test_generate(name, cache, options, device):
-    """The tokens are those of the model in float64, whose best leads by more than roundings."""
+    """Tokens match the float64 model, whose best token leads by more than rounding errors."""
     model, inputs = decoder(name, device), tokens(3, 10)
     options = {**options, "max_new_tokens": 6, "do_sample": False}
     mask, twin = padding("left", 10).long(), exact_copy(model)

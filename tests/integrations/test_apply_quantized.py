@@ -21,12 +21,12 @@ LLAMA = NAMES[0]
 
 
 def wide(name, device="cpu", dtype=torch.float32):
-    """Build a model whose layers are as wide as groups of 4 bits."""
+    """Build a model whose layers are wide enough for groups of 4-bit weights."""
     return decoder(name, device, dtype, hidden_size=64, num_attention_heads=8)
 
 
 def with_rounded_weights(model, bits):
-    """Return the model in float64, with the numbers that its linear layers' weights become."""
+    """Return the model in float64, with its linear layers' weights rounded to ``bits``."""
     twin = exact_copy(model)
     for name, layer in twin.named_modules():
         own = model.get_submodule(name)
@@ -94,7 +94,7 @@ def test_quantised_after_it_was_applied_and_with_other_bits():
     for bits in (4, 8, 8, 4):
         apply(model, quantize=bits)
         assert torch.equal(run(model, None, inputs), results[bits])
-    # Without a number it stays as it is.
+    # Without `quantize`, apply changes nothing.
     assert torch.equal(run(apply(model), None, inputs), results[4])
 
 

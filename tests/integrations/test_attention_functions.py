@@ -1,4 +1,4 @@
-"""Functions that stand for those of transformers' attention compute what these do."""
+"""Replacements of transformers' attention functions compute the same."""
 
 import inspect
 import math
@@ -19,10 +19,10 @@ from transformers.models.mt5 import modeling_mt5
 
 from foo_ops.integrations.transformers import apply, foo_attention_forward, left_alone, replaced
 from foo_ops.integrations.transformers.attention_layers import (
+    form_of,
     in_place_of_sdpa,
     known_eager,
 )
-from foo_ops.integrations.transformers.rotary import form_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +58,7 @@ BIAS = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
     ids=["layer", "not causal", "causal", "bias"],
 )
 def test_sdpa(mask, options, attention_calls):
-    """Also where there are more keys than queries, of which the first are seen."""
+    """Also with more keys than queries: the first keys are seen."""
     ours, weights = call(in_place_of_sdpa, mask=MASKS[mask], **options)
     assert len(attention_calls) == 1
     assert weights is None
@@ -73,7 +73,7 @@ def test_one_query_of_sdpa_sees_all_keys():
 
 
 def test_what_sdpa_ignores_is_ignored(attention_calls):
-    """Models pass windows and indices of keys beside the mask that has them."""
+    """Models pass windows and key indices in addition to the mask, which includes them."""
     options = {"sliding_window": 2, "indices": torch.zeros(2, 5, 1, dtype=torch.int32)}
     ours, _ = call(in_place_of_sdpa, **options, s_aux=torch.ones(4), anything=1)
     assert len(attention_calls) == 1
@@ -93,7 +93,7 @@ def test_what_sdpa_reads_goes_to_it(options, attention_calls):
 
 
 def test_what_foo_does_not_take_goes_to_sdpa(attention_calls):
-    """Numbers of three dimensions, and complex ones or integers raise what sdpa raises."""
+    """Three-dimensional tensors go to sdpa, and complex and integer ones raise its errors."""
     for dtype in (torch.complex64, torch.int64):
         errors = []
         for function in (sdpa_attention_forward, in_place_of_sdpa):
@@ -287,7 +287,7 @@ def test_indices_choose_keys():
 
 
 def test_arguments_of_a_rotation_may_be_left_out():
-    """Some functions turn a query alone, and have another default of the dimension of the heads."""
+    """Some functions rotate a query alone, with another default for the heads' dimension."""
     own = modeling_llama.apply_rotary_pos_emb
 
     def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=2):
@@ -305,7 +305,7 @@ def test_arguments_of_a_rotation_may_be_left_out():
 
 
 def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
-    """As those of images whose positions have several axes."""
+    """As for images whose positions have several axes."""
     own = modeling_llama.apply_rotary_pos_emb
     rotate, generator = form_of(own).rotate, torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 2, 5, 8, generator=generator).unbind()
@@ -316,8 +316,8 @@ def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
     )
     turned = (query.transpose(1, 2), key.transpose(1, 2))
     layouts = [((query, key), 1), (turned, 2)]
-    # The same tables, written over with one set of angles, and with two again, for heads that are
-    # before and behind the positions; the last tables were read for the heads that come next.
+    # The same tables, overwritten with one set of angles and with two again, for heads before and
+    # behind the positions; the last tables were read for the next position of the heads.
     for angles in (one, two, one):
         cosine.copy_(angles[0])
         sine.copy_(angles[1])

@@ -1,4 +1,4 @@
-"""Attention layers to which `apply` gave foo::attention compute what their own function does."""
+"""Attention layers that `apply` gave foo::attention compute the same as with their own function."""
 
 import copy
 import types
@@ -48,7 +48,7 @@ def splinter():
 @pytest.mark.parametrize("change", [applied, lambda it: it], ids=["applied", "by name"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_without_a_mask_an_encoder_sees_all(change, padded):
-    """Its class supports no other implementation, and so its layers take no mask for none."""
+    """The class only supports eager attention, so its layers treat a missing mask as no mask."""
     model, inputs = splinter(), tokens(2, 14)
     mask = torch.ones(2, 14, dtype=torch.long)
     mask[0, :3] = 1 - padded
@@ -126,7 +126,7 @@ def test_layers_with_another_forward_are_left_alone():
 
 
 def test_functions_of_others_are_called():
-    """A function registered later under a name of ours, or another table, is the model's own."""
+    """A function registered later under our name, or another table, counts as the model's own."""
     model, inputs = applied(decoder(LLAMA)), tokens(1, 5)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Logits that are not computed until they are needed are a tensor in all else."""
+"""Logits whose computation is deferred are a tensor in every other respect."""
 
 import copy
 import inspect
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foo_ops.integrations.transformers import apply
-from foo_ops.integrations.transformers.deferred_logits import (
+from foo_ops.integrations.transformers.linear import (
     OF_CLASSES,
     DeferredLogits,
     DeferredTensor,
@@ -245,7 +245,7 @@ ARGUMENTS = (
     ("",),
     ({},),
 )
-"""Each method takes some of them, and refuses others."""
+"""Each method accepts some of these arguments, and refuses the others."""
 
 
 def outcome(name, logits, arguments):

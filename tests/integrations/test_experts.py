@@ -1,4 +1,4 @@
-"""Mixtures of experts of Hugging Face transformers train on foo, whichever kernels experts use."""
+"""Mixtures of experts of Hugging Face transformers train on foo, with any expert kernels."""
 
 import copy
 

@@ -89,7 +89,7 @@ def test_slopes(batched, device):
 
 
 def test_gradients(device):
-    """They are those of the formula, also through both packed forms."""
+    """Gradients match the formula, also through both packed forms."""
     qkv = make((1, 6, 3, 2, 8), device=device).requires_grad_()
     flash_attn.flash_attn_qkvpacked_func(qkv, causal=True).sin().sum().backward()
     exact = qkv.detach().cpu().double().requires_grad_()

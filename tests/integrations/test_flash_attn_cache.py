@@ -11,7 +11,7 @@ from foo_ops.integrations.flash_attn import flash_attn_with_kvcache
 
 
 def rotated(rows, positions, cosine, sine, interleaved):
-    """Turn rows (n, H, D) pair by pair in float64."""
+    """Rotate rows (n, H, D) pair by pair in float64."""
     rows, cosine, sine = (tensor.cpu().double() for tensor in (rows, cosine, sine))
     half = cosine.shape[-1]
     turned = rows.clone()
@@ -289,7 +289,7 @@ def test_tables_on_another_device(name):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lengths_and_blocks_of_other_shapes(compiled):
-    """The function looks at them before, and others may call the operator."""
+    """The function checks them first, but others may call the operator directly."""
     options = {"new": 1, "queries": 1, "block_size": 4, "num_blocks": 1, "positions": -1}
     operator = torch.ops.foo.flash_attn_cache_lengths.default
     for tables, message in (

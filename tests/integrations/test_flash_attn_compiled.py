@@ -1,4 +1,4 @@
-"""The functions of flash_attn in graphs without a break, of one size and of any."""
+"""The functions of flash_attn in graphs without a break, for one size and for any."""
 
 import re
 
@@ -148,7 +148,7 @@ IN_ORDER = [("eager", name) for name in REFUSED]
     ("backend", "name"), [*IN_ORDER, ("inductor", "padding"), ("inductor", "block that is read")]
 )
 def test_what_a_graph_refuses_is_not_written(backend, name, device):
-    """These backends write where a program writes, and not at its end."""
+    """These backends write in program order, not at the end."""
     torch.compiler.reset()
     changes, message = REFUSED[name]
     arguments = appended_to_pages if "block_table" in changes else appended
@@ -161,7 +161,7 @@ def test_what_a_graph_refuses_is_not_written(backend, name, device):
     graph = torch.compile(flash_attn.flash_attn_with_kvcache, backend=backend, fullgraph=True)
     message = rf"\Aflash_attn_with_kvcache: {re.escape(message)}\Z"
     for function in (graph, flash_attn.flash_attn_with_kvcache):
-        # PyTorch's eager backend leaves gradients off where a graph raises.
+        # PyTorch's eager backend leaves gradients off if a graph raises.
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             function(**given)
         assert given["k_cache"].equal(before[0])
@@ -173,7 +173,7 @@ def test_what_a_graph_refuses_is_not_written(backend, name, device):
 def test_all_compile(function, arguments, dynamic, device):
     torch.compiler.reset()
     graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    # At first no other size is 7: where two are equal, a graph takes them for one.
+    # No other size is 7 at first: a graph merges sizes that are equal.
     for queries in (7, 8, 6) if dynamic else (7,):
         given, compiled = (moved(arguments(queries), device) for _ in range(2))
         with torch.compiler.set_stance("default" if queries == 7 else "fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""Caches of transformers that are written in place hold what they were given."""
+"""Caches of transformers that are written in place return the tensors that they were given."""
 
 import collections
 import copy
@@ -92,14 +92,14 @@ def test_growing_cache_of_two_dtypes():
         ours, theirs = (cache.update(key, key.half(), 0) for cache in caches)
         assert [it.dtype for it in ours] == [it.dtype for it in theirs]
         assert all(map(torch.equal, ours, theirs))
-    # A narrower dtype is no reason to copy what is there.
+    # A narrower dtype does not copy the cached tensors.
     address = ours[0].data_ptr()
     assert caches[0].update(key, key.half(), 0)[0].data_ptr() == address
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_what_was_taken_from_a_growing_cache_stays(bits):
-    """What is cropped away is not written over."""
+    """Cropped positions are not overwritten."""
     cache = in_place_cache(DynamicCache(), bits=bits)
     for _ in steps(cache, 6):
         pass
@@ -113,10 +113,10 @@ def test_what_was_taken_from_a_growing_cache_stays(bits):
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_cropped_cache_that_nobody_else_holds_goes_on_in_place(bits):
-    """An assistant crops in each step."""
+    """Assisted generation crops in each step."""
     caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache()]
     for cache in caches:
-        # Whose loop variable would hold what was given out last.
+        # A loop variable would keep a reference to the last result.
         collections.deque(steps(cache, 6), maxlen=0)
     address = caches[0].layers[0].keys.data_ptr()
     for start in range(8):
@@ -149,7 +149,7 @@ def pickled(layer):
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled])
 def test_copies_of_a_growing_cache(make, bits):
-    """Each goes on by itself, and what one is given is not in another."""
+    """Each copy grows on its own; an update of one does not show in another."""
     caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache(), DynamicCache()]
     for _ in steps(caches[0], 6):
         pass
@@ -179,7 +179,7 @@ def gradients(model, cache, later):
 
 @pytest.mark.parametrize("later", [torch.enable_grad, torch.no_grad])
 def test_growing_cache_beside_gradients_of_the_query(later):
-    """Keys that need none are kept for the query's, and more is written behind them."""
+    """Keys without gradients are saved for the query's, and later keys are written after them."""
     results = []
     for change in (apply, lambda model: model):
         model = change(decoder(LLAMA)).requires_grad_(False)
@@ -235,7 +235,7 @@ def test_model_takes_its_caches(monkeypatch):
     cache = DynamicCache(config=model.config)
     run(model, "foo", tokens(2, 4), past_key_values=cache)
     assert kinds == {"GrowingLayer"}
-    # What the model makes by itself, it takes from the second call on.
+    # A cache that the model makes is replaced in its second call.
     cache = model(tokens(1, 4), use_cache=True).past_key_values
     with torch.no_grad():
         model(tokens(1, 1), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Caches of transformers in 8 bits: what they hold, how it is read, and how far logits agree."""
+"""Caches of transformers in 8 bits: stored values, reads, and how closely logits agree."""
 
 import re
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLAMA = "llama: plain"
 LOGITS = 0.02
-"""Between logits, relative to their norm. A key is rounded to 1/254 of its largest number."""
+"""Relative difference of logits in norm. A key is rounded to 1/254 of its largest number."""
 
 
 def filled(lengths, dtype=torch.float32):
-    """Give a cache and what it was given, in parts of so many positions."""
+    """Return a cache, its last result and its inputs, given in parts of these lengths."""
     cache, given = in_place_cache(DynamicCache(), bits=8), []
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
@@ -115,7 +115,7 @@ def test_logits_agree(dtype):
 HEADS = {"num_key_value_heads": 6}
 LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 LATENTS |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}
-# Their attention is their own, or does more with what the cache gives than to attend to it.
+# Models with their own attention, or that use the cached tensors for more than attention.
 OTHERS = {
     "Falcon": SIZES,
     "GPTJ": {**SIZES, "rotary_dim": 4},
@@ -132,7 +132,7 @@ OTHERS = {
 
 
 def decoded(model):
-    """Return the logits of a prompt and of two tokens behind it."""
+    """Return the logits of a prompt and of two tokens after it."""
     inputs, cache, found = tokens(2, 12).to(model.device), DynamicCache(), []
     with torch.no_grad():
         for part in (inputs[:, :10], inputs[:, 10:11], inputs[:, 11:]):
@@ -166,7 +166,7 @@ def test_cache_that_is_there_is_rounded():
     in_place_cache(cache, bits=8)
     assert type(cache.layers[0]) is Int8Layer
     assert torch.equal(cache.layers[0].keys, foo_ops.quantize_cache(key)[0])
-    # Of the argument 8, a later apply without it leaves what there is.
+    # A later apply without the argument leaves the 8 bits.
     model = apply(apply(decoder(LLAMA), cache=8))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Lightning trains on foo by the accelerator of its registry."""
+"""Lightning trains on foo with the accelerator registered under its name."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def tensors(queries, key_heads, dtype, keys=KEYS):
 
 
 def chosen(queries, count=FEW, keys=KEYS):
-    """Return indices of which some are there twice, and some are those of no key."""
+    """Return indices, of which some repeat and some are out of range."""
     generator = torch.Generator().manual_seed(1)
     indices = torch.randint(0, keys, (BATCH, queries, count), generator=generator)
     indices[..., 3] = indices[..., 5]
@@ -53,7 +53,7 @@ def shown(queries, keys=KEYS):
 
 
 def both(indices, mask):
-    """Return what the mask shows of the chosen keys, one index after the other."""
+    """Return the mask restricted to the chosen keys, index by index."""
     seen = torch.zeros_like(mask)
     for row, rows in enumerate(indices.tolist()):
         for query, numbers in enumerate(rows):
@@ -68,7 +68,7 @@ def by_name(query, key, value, indices, mask, **options):
 
 
 def applied(query, key, value, indices, mask, **options):
-    """Layers of models whose implementation is sdpa give the choice in their mask."""
+    """With the implementation sdpa, layers pass the choice in their mask."""
     mask = both(indices, mask)
     return in_place_of_sdpa(Layer(), query, key, value, mask, indices=None, **options)[0]
 
@@ -107,7 +107,7 @@ def test_few_keys_are_gathered(function, options, queries, key_heads, dtype, att
 
 @pytest.mark.parametrize("case", ["many", "float mask", "causal", "window", "few keys in all"])
 def test_other_keys_are_hidden_by_a_mask(case, attention_calls):
-    """Positions are not known of gathered keys, and many keys are read in place as quickly."""
+    """Gathered keys have no positions, and many keys are read in place as quickly."""
     queries, keys = 3, KEYS // 2 if case == "few keys in all" else KEYS
     given = tensors(queries, 1, torch.float32, keys)
     indices = chosen(queries, KEYS // 4 if case == "many" else FEW, keys)

@@ -1,4 +1,4 @@
-"""foo_ops gives Hugging Face transformers an attention function and masks that agree."""
+"""foo_ops gives Hugging Face transformers an attention function and masks that fit together."""
 
 import math
 
@@ -24,9 +24,9 @@ class Layer(torch.nn.Module):
 
 
 def seen_keys(mask, queries, keys, *, batch=1, **options):
-    """Return (batch, queries, keys): the keys that the attention function lets each query see.
+    """Return (batch, queries, keys): the keys that the attention function shows each query.
 
-    All scores are equal and the values are the unit vectors, so a weight is not 0 where a key is
+    All scores are equal and the values are the unit vectors, so a weight is nonzero where a key is
     seen.
     """
     query, key = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
@@ -39,7 +39,7 @@ def seen_keys(mask, queries, keys, *, batch=1, **options):
 
 @strategies.composite
 def situations(draw):
-    """Draw positions of queries and keys as caches give them, padding, and a window or chunks."""
+    """Draw positions of queries and keys as in caches, padding, and a window or chunks."""
     past = draw(strategies.integers(0, 12))
     queries = draw(strategies.integers(1, 8))
     dropped = draw(strategies.integers(0, past))
@@ -52,7 +52,7 @@ def situations(draw):
 @hypothesis.given(situations(), strategies.booleans(), strategies.booleans())
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 def test_every_causal_mask_shows_the_right_keys(situation, chunked, static):
-    """The mask, None, or the bounds on it give the pattern together with the attention function."""
+    """The mask, None, or bounds give the pattern together with the attention function."""
     past, queries, dropped, keys, local_size, hidden = situation
     padding_mask = None
     if hidden is not None:
@@ -62,7 +62,7 @@ def test_every_causal_mask_shows_the_right_keys(situation, chunked, static):
     if local_size is not None and chunked:
         no_padding = torch.zeros(2, dtype=torch.long)
         pattern = masks.chunked_causal_mask_function(local_size, no_padding)
-        # In a model that has both, the same length says nothing.
+        # A model may have both, so that an equal length does not decide.
         config.attention_chunk_size = config.sliding_window = local_size
     elif local_size is not None:
         pattern = masks.sliding_window_causal_mask_function(local_size)
@@ -106,7 +106,7 @@ def test_no_mask_for_an_encoder_without_padding():
 
 @pytest.mark.parametrize("name", ["mistral: windows", "llama: plain"])
 def test_kernels_get_no_mask_where_bounds_tell_all(name, attention_calls):
-    """There are windows, a longer prompt in a cache, and the first tokens in a static cache."""
+    """With windows, a longer prompt in a cache, and the first tokens in a static cache."""
     model, inputs = decoder(name), tokens(2, 12)
     cache = DynamicCache(config=model.config)
     for part in inputs.split([8, 4], dim=1):
@@ -177,7 +177,7 @@ def test_position_bias_and_mask_are_combined(kind):
 
 
 def test_dropout():
-    """Each weight is dropped with the probability, or grows so that the mean stays."""
+    """Each weight is dropped with the probability, or scaled to keep the mean."""
     query = torch.zeros(1, 1, 1000, 4)
     key, value = torch.zeros(1, 1, 100, 4), torch.eye(100)[None, None]
     options = {"is_causal": False, "dropout": 0.25}

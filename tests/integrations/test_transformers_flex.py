@@ -1,7 +1,7 @@
 """Models of Hugging Face transformers run with ``attn_implementation="foo_flex"``.
 
-They are as near to the same model in float64 as with transformers' own "sdpa", or "eager" where
-that has no softcap and no sinks.
+Their errors against the same model in float64 are hardly larger than with transformers' own "sdpa",
+or with "eager" for softcaps and sinks, which "sdpa" lacks.
 """
 
 import pytest
@@ -28,10 +28,10 @@ import foo_ops.integrations.transformers as integration
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = 128
-"""Of float32, for results of a few layers; a wrong mask makes thousands of them."""
+"""Roundings of float32, for results of a few layers; a wrong mask makes thousands."""
 BFLOAT16_ROUNDINGS = 16
 LARGEST_MASK = 64
-"""Elements of what masks capture: those of padding and positions, and none of Sq x Sk."""
+"""Elements that masks capture: padding and positions, but never Sq x Sk."""
 
 
 def peer(name):
@@ -39,7 +39,7 @@ def peer(name):
 
 
 def check(model, name, *inputs, shown=..., **options):
-    """Compare the outputs that are ``shown``; the others are those of padding."""
+    """Compare the outputs selected by ``shown``; the others belong to padding."""
     both = ("foo_flex", peer(name))
     ours, theirs = ([run(model, each, *inputs, **options)[shown]] for each in both)
     assert_as_near(ours, theirs, [run_exactly(model, *inputs, **options)[shown]], ROUNDINGS)
@@ -47,7 +47,7 @@ def check(model, name, *inputs, shown=..., **options):
 
 @pytest.fixture
 def flex_calls(monkeypatch):
-    """Record (queries, keys, elements of the largest captured tensor) of calls of the operator."""
+    """Record (queries, keys, size of the largest captured tensor) of calls of the operator."""
     operator = torch.ops.foo.flex_attention.default
     seen = []
 
@@ -119,7 +119,7 @@ def test_compiled_with_the_usual_cache(name):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, "Gemma3Text"])
 def test_generate(name, cache):
-    """Greedy tokens are those of float64, where the best leads by much more than roundings."""
+    """Greedy tokens match float64, whose best token leads by much more than rounding errors."""
     options = {"inputs": tokens(3, 10), "attention_mask": padding("left", 10).long()}
     options |= {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 6}
     options |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -156,7 +156,7 @@ def test_training_gradients(name):
 
 
 def test_checkpoints_change_no_gradient():
-    """Activations are computed again in the backward pass, from the same mask function."""
+    """The backward pass recomputes activations, with the same mask function."""
     model, inputs = decoder("mistral: windows").train(), tokens(2, 20)
     expected = gradients(model, "foo_flex", inputs, labels=inputs, use_cache=False)
     model.activation_checkpointing_enable()
@@ -166,7 +166,7 @@ def test_checkpoints_change_no_gradient():
 
 @pytest.mark.parametrize("name", ["mistral: windows", *list(DECODERS)[2:4]])
 def test_bfloat16(name):
-    """The median token is compared: a rounding may send one to another expert."""
+    """Compares the median token: a rounding may send one to another expert."""
     model, inputs = decoder(name, dtype=torch.bfloat16), tokens(2, 20)
     exact = run_exactly(model, inputs)
     differences = [run(model, it, inputs).double() - exact for it in ("foo_flex", peer(name))]
@@ -192,7 +192,7 @@ def test_encoder_and_decoder_with_position_bias(flex_calls):
 
 
 def test_packed_sequences():
-    """Positions that start again tell transformers that several sequences lie in one row."""
+    """Positions that restart tell transformers that a row holds several sequences."""
     model, inputs = decoder("llama: plain"), tokens(1, 17)
     lengths = [5, 9, 3]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -205,7 +205,7 @@ def test_packed_sequences():
 
 @pytest.mark.parametrize("kind", ["bool", "float", "BlockMask"])
 def test_mask_of_the_users_own(kind):
-    """A mask of four dimensions is taken as complete, and need not be causal."""
+    """A mask of four dimensions is used as it is, and need not be causal."""
     model, inputs = decoder("llama: plain"), tokens(2, 9)
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(9, dtype=torch.bool)
@@ -274,7 +274,7 @@ def test_causality_and_window_count_without_a_mask(is_causal, window):
 
 
 def test_softcap_bias_and_sinks():
-    """All at once against the formula in float64."""
+    """All at once, against the formula in float64."""
     generator = torch.Generator().manual_seed(3)
     bias = torch.randn(1, 2, 4, 4, generator=generator)
     sinks = torch.randn(2, generator=generator)

@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers run with ``attn_implementation="foo"``.
 
-They are as near to the same model in float64 as with transformers' own "eager".
+Their errors against the same model in float64 are hardly larger than with transformers' own
+"eager".
 """
 
 import pytest
@@ -23,18 +24,18 @@ from transformers import DynamicCache, StaticCache
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = 128
-"""Of float32, for results of a few layers; a wrong mask makes thousands of them."""
+"""Roundings of float32, for results of a few layers; a wrong mask makes thousands."""
 BFLOAT16_ROUNDINGS = 16
 
 
 def check(model, *inputs, shown=..., **options):
-    """Compare the outputs that are ``shown``; the others are those of padding."""
+    """Compare the outputs selected by ``shown``; the others belong to padding."""
     ours, theirs = ([run(model, each, *inputs, **options)[shown]] for each in ("foo", "eager"))
     assert_as_near(ours, theirs, [run_exactly(model, *inputs, **options)[shown]], ROUNDINGS)
 
 
 def check_written(model, **options):
-    """Check what a model writes, where the best token leads by much more than roundings."""
+    """Check generated tokens, where the best leads by much more than rounding errors."""
 
     def write(model, implementation):
         model.set_attn_implementation(implementation)
@@ -130,7 +131,7 @@ def test_training_gradients(name, device):
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_bfloat16(name, device):
-    """The median token is compared: a rounding may send one to another expert."""
+    """Compares the median token: a rounding may send one to another expert."""
     make = decoder if name in DECODERS else encoder
     model, inputs = make(name, device, torch.bfloat16), tokens(2, 20)
     exact = run_exactly(model, inputs)
@@ -164,7 +165,7 @@ def test_encoder_and_decoder_with_position_bias(device, attention_calls):
 
 
 def test_packed_sequences(device):
-    """Positions that start again tell transformers that several sequences lie in one row."""
+    """Positions that restart tell transformers that a row holds several sequences."""
     model, inputs = decoder("llama: plain", device), tokens(1, 17)
     lengths = [5, 9, 3]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -177,7 +178,7 @@ def test_packed_sequences(device):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_mask_of_the_users_own(dtype, device):
-    """A mask of four dimensions is taken as complete, and need not be causal."""
+    """A mask of four dimensions is used as it is, and need not be causal."""
     model, inputs = decoder("llama: plain", device), tokens(2, 9)
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(9, dtype=torch.bool)

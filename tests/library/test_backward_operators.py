@@ -1,4 +1,4 @@
-"""Operators whose gradients are an operator: what its names mean, and what is refused."""
+"""Operators whose gradients are an operator: meaning of argument names, and refusals."""
 
 import re
 import weakref
@@ -17,7 +17,7 @@ def lib():
 
 
 def define(lib, schema, function):
-    """Define an operator of torch's own operators below autograd."""
+    """Define an operator as a composite of torch's own operators, below autograd."""
     name = schema.partition("(")[0]
     lib.define(schema)
     lib.impl(name, function, "CompositeExplicitAutograd")
@@ -25,7 +25,7 @@ def define(lib, schema, function):
 
 
 def make_product(lib, calls):
-    """Define a product, whose gradients note what they are given."""
+    """Define a product whose gradients record their arguments."""
     product = define(
         lib, "product(Tensor x, Tensor y, float by) -> Tensor", lambda x, y, by: x * y * by
     )
@@ -97,7 +97,7 @@ def test_a_graph_is_freed_and_cannot_be_used_again(lib):
 
 
 def test_saved_tensors_pass_through_hooks(lib):
-    """Such as torch.autograd.graph.save_on_cpu, and checkpoints."""
+    """For example torch.autograd.graph.save_on_cpu, and checkpointing."""
     product = make_product(lib, [])
     packed = []
 
@@ -140,7 +140,7 @@ def test_a_gradient_that_is_missing_is_none_or_zeros(lib, mark):
 
 
 def test_a_statistic_that_is_kept_for_the_gradients_has_none(lib):
-    """A loss of it must not give zeros in silence, and the backward operator sees it as it was."""
+    """Its backward() raises instead of giving zeros; the backward operator gets it unchanged."""
     scaled = define(
         lib,
         "scaled(Tensor x) -> (Tensor output, Tensor norm)",
@@ -184,7 +184,7 @@ def test_compiled_autograd(lib):
 
 
 def test_second_derivatives_are_refused_until_they_are_told(lib):
-    """They are never lost in silence: eager, under torch.func, and in forward mode."""
+    """Second derivatives are never silently wrong: eager, under torch.func, and in forward mode."""
     define(lib, "square(Tensor x) -> Tensor", lambda x: x * x)
     define(lib, "square_backward(Tensor grad, Tensor x) -> Tensor", lambda grad, x: 2 * grad * x)
     library.register_autograd(

@@ -12,7 +12,7 @@ SIZES = (*range(1, 36), 63, 64, 65, 127, 129, 1001)
 
 @pytest.fixture(scope="module")
 def operators():
-    """Define what returns its argument, a product with its negative, and one in place."""
+    """Define the identity, a product with its negative, and an operator in place."""
 
     @library.numba_op("foo_test_pairs::identity")
     def identity(x: float) -> float:
@@ -38,7 +38,7 @@ def bits(tensor):
 
 
 def same(actual, expected):
-    """Return whether all are equal, zeros with their signs, and NaN where NaN are expected."""
+    """Return whether all elements are equal, with the signs of zeros, and NaN where expected."""
     actual, expected = actual.cpu(), expected.cpu()
     is_nan = expected.isnan()
     return torch.equal(actual.isnan(), is_nan) and torch.equal(
@@ -48,7 +48,7 @@ def same(actual, expected):
 
 @pytest.mark.parametrize("start", [0, 1], ids=["first halves first", "second halves first"])
 def test_every_number_stays(operators, start, device):
-    """A NaN keeps its bits, too, but is quiet."""
+    """A NaN keeps its payload but becomes quiet."""
     identity, _, _ = operators
     x = every_number()[start:]
     quiet = bits(x) | x.isnan() * 0x40
@@ -57,7 +57,7 @@ def test_every_number_stays(operators, start, device):
 
 @pytest.mark.parametrize("factor", [0.7, -1.0, 3e38, 1e-38, 1.5, float("inf")])
 def test_results_are_rounded_to_nearest_even(operators, factor, device):
-    """Factors have eight bits, so float32 has the product, but for tiny ones."""
+    """Factors have eight bits, so float32 holds all products exactly, except tiny ones."""
     _, products, _ = operators
     a = every_number()
     b = torch.full_like(a, factor)
@@ -70,7 +70,7 @@ def test_results_are_rounded_to_nearest_even(operators, factor, device):
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_and_place(operators, size, start, device):
-    """Nothing is written before the first and behind the last."""
+    """Nothing is written before the first or behind the last element."""
     _, products, minus_twice_ = operators
     generator = torch.Generator().manual_seed(size)
     a, b = (torch.randn(size + 9, generator=generator).bfloat16() for _ in range(2))
@@ -95,7 +95,7 @@ def test_every_size_and_place(operators, size, start, device):
 
 
 def test_rows_that_begin_at_any_element(operators, device):
-    """Rows of an odd length, some of them far apart, and columns of them."""
+    """Rows of an odd length, some far apart, and their columns."""
     _, products, _ = operators
     a = torch.arange(7 * 33).view(7, 33).bfloat16()
     for view in (a, a[:, :-2], a[:, 1:], a[::2, 3:10], a.T, a[:, ::2]):

@@ -1,4 +1,4 @@
-"""Accesses outside of tensors are found, and not performed, by kernels that check them."""
+"""Bounds checks find accesses outside of tensors and do not perform them."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ serial = itertools.count()
 
 
 def define(function, **options):
-    """A new operator ``f_(input, output)`` with a tile kernel, which writes its second argument."""
+    """Define ``f_(input, output)`` with a tile kernel, which writes its second argument."""
     name = f"f{next(serial)}_"
     library.define(f"foo_bounds::{name}", "(Tensor input, Tensor(a!) output) -> ()")
     library.register_fake(f"foo_bounds::{name}", lambda input, output: None)
@@ -122,7 +122,7 @@ CASES = [
     (of_memory, 2, "output.data[14]", "output"),
     (dimension, 3, "input.shape[2]", "input"),
     (in_helper, None, "output.row(0)[5]", "output"),
-    # As they are written.
+    # Messages show negative constants as written.
     (element_at_a_constant, 2, "output[0, -6]", "output"),
     (of_row_at_a_constant, 2, "output.row(0)[-7]", "output"),
     (of_flat_at_a_constant, 2, "input.flat[-12]", "input"),
@@ -131,7 +131,7 @@ CASES = [
 
 
 def guarded_rows(device):
-    """Rows of 5 elements with others around them, which no kernel may touch."""
+    """Return rows of 5 elements, between elements that no kernel may touch."""
     memory = torch.full((4, 9), GUARD, device=device)
     return memory, memory[1:3, 2:7].fill_(0.0)
 
@@ -209,7 +209,7 @@ def test_vectors_outside(function, offset, what, argument, device):
     with library.check_bounds(), pytest.raises(IndexError, match=message):
         call(torch.ones(2, 5, device=device), output)
     assert is_untouched(memory)
-    # A vector that lies outside in part is not written at all, and reads as zeros.
+    # A vector that is partly outside is not written at all, and reads as zeros.
     assert output.tolist() == [[0.0] * 5] * 2
 
 
@@ -222,7 +222,7 @@ def shifted(input, output, rows):
 
 
 def test_what_is_inside_passes(device):
-    """The same values, whether it is checked or not."""
+    """Checked and unchecked calls give the same values."""
     call, _ = define(shifted, contiguous_rows=True)
     input = torch.randn(2, 5, device=device)
     results = torch.zeros(2, 2, 5, device=device)
@@ -230,13 +230,13 @@ def test_what_is_inside_passes(device):
     with library.check_bounds():
         call(input, results[1])
     assert torch.equal(results[0], results[1])
-    # Constants count from the end; in memory they are offsets.
+    # Constants count from the end for indices; for offsets into memory they do not.
     expected = torch.stack([input.cpu()[:, i] for i in (4, 0, 1, 2, 4)], dim=1)
     assert torch.equal(results[1].cpu(), expected)
 
 
 def test_only_what_is_checked_costs(device):
-    """Both kernels live in one process, and the one for other calls is the plain one."""
+    """Both kernels exist in one process; calls outside of check_bounds use the unchecked one."""
     call, _ = define(lambda input, output, rows: None)
     from foo_ops.kernels.compiler.resolve import _addresses
 
@@ -270,7 +270,7 @@ def test_other_functions_of_a_kernel(option, device):
     input, output = torch.ones(2, 5, device=device), torch.zeros(2, 5, device=device)
     with library.check_bounds(), pytest.raises(IndexError, match=message):
         call(input, output)
-    # Counted first, and nothing has been written then.
+    # ``tiles`` runs first, when nothing has been written yet.
     assert output.sum().item() == (0 if option == "tiles" else 10)
 
 
@@ -281,7 +281,7 @@ def in_bounds(input, output, rows):
 
 
 def test_on_several_threads(device):
-    """The first of all threads is told, as a whole."""
+    """The error shows the first failure of any thread, complete."""
     call, name = define(many_outside)
     input = torch.zeros(20000, 3, device=device)
     output = torch.zeros(20000, 3, device=device)
@@ -358,7 +358,7 @@ PROGRAM = """
 )
 def test_environment(value, printed, tmp_path):
     program = tmp_path / "program.py"
-    # Another line of the same kernel: what is kept on disk must not tell of the first.
+    # The same kernel on other lines: the cache on disk must not report the first lines.
     for lines in (0, 3):
         program.write_text("\n" * lines + textwrap.dedent(PROGRAM))
         result = python(program, FOO_CHECK_BOUNDS=value)

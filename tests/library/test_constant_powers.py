@@ -24,6 +24,6 @@ def test_constant_powers_are_products(name):
     def operator(x: float) -> float:
         return function(x)
 
-    # 1e19 ** 3 is too large for float32, and 1e-57 too small, but 1e13 ** -3 is not.
+    # 1e19 ** 3 overflows float32 and 1e-57 underflows, but 1e13 ** -3 does not.
     x = torch.tensor([2.0, -3.0, 0.1, 1e19, 1e13, 1e-20, math.inf, -0.0, math.nan])
     torch.testing.assert_close(operator(x), expected(x), rtol=0, atol=0, equal_nan=True)

@@ -207,7 +207,7 @@ def differentiable_number(api):
 
 
 def gradients(schema, gradients, *others):
-    """Return for x and others the gradients that backward returns."""
+    """Return a mistake: backward returns these gradients for x and the other inputs."""
 
     def mistake(api):
         qualname = define(api, schema)
@@ -289,7 +289,7 @@ MISTAKES = [
 
 
 def message_of(mistake, api):
-    """Return type and text of what is raised, without what differs from call to call."""
+    """Return the error's type and text, without the parts that differ from call to call."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         mistake(api)
     text = re.sub(r"op\d+", "op", str(caught.value))
@@ -297,7 +297,7 @@ def message_of(mistake, api):
     return caught.type, text.replace("'cpu', 'cuda', 'foo'", "'cpu', 'cuda'")
 
 
-# Of torch 2.13.
+# Typing errors in messages of torch 2.13.
 SLIPS = {" vi a ": " via a ", "have be marked": "have been marked"}
 
 

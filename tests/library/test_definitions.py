@@ -1,4 +1,4 @@
-"""Operators are defined again, as by a cell of a notebook; custom_op and torch_dispatch on foo."""
+"""Operators are redefined, as by a notebook cell; custom_op and torch_dispatch on foo."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_cell_may_run_again(device):
         assert f(x.detach(), out=x.detach().clone()).tolist() == [factor] * 3
         assert torch.vmap(f)(x.detach()).tolist() == [factor] * 3
         assert set(library.opcheck(f.default, (x,)).values()) == {"SUCCESS"}
-    # Another schema.
+    # With a different schema.
     run(CELL, factor=5, more=", float scale", more_names=", scale", none=", None")
     assert torch.ops.cells.f(x, 0.5).tolist() == [5] * 3
     assert "scale" in str(torch.ops.cells.f.default._schema)
@@ -107,7 +107,7 @@ def by_register_kernel(name, backward):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("register", [by_numba_op, by_register_kernel])
 def test_backward_leaves_an_operator_of_its_name_alone(register, times, device):
-    """Also that of second derivatives, and where a cell runs again."""
+    """Also if it is the operator of second derivatives, and if a cell runs again."""
     name = f"foo_again::three_{register.__name__}_{times}_{device}"
     other = f"{name}{times * '_backward'}"
     backward = of_three

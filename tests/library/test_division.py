@@ -42,7 +42,7 @@ OPERATORS = {
 
 
 def samples(dtype):
-    """Quotients of all sizes, beside integers, and beside the largest that is divided at once."""
+    """Return operands with quotients of all sizes, near integers, and near the one-step limit."""
     kind, generator = DTYPES[dtype], np.random.default_rng(0)
     limits = np.finfo(kind)
     count, digits = 300, limits.nmant
@@ -141,13 +141,13 @@ def test_half_precision_computes_in_float32(dtype):
 
 
 def integers(dtype):
-    """Numbers of all sizes and the least and the largest, with divisors of all sizes and 0."""
+    """Return numbers of all sizes and the extremes, with divisors of all sizes and 0."""
     info, generator = torch.iinfo(dtype), torch.Generator().manual_seed(0)
     edges = [info.min, info.min + 1, 0, 1, 2, 3, 7, info.max // 2, info.max - 1, info.max]
     edges += [-1, -2, -7] if info.min < 0 else []
     if dtype == torch.int64:
         edges += [2**53 + 1, 2**62 + 1, -(2**62) - 1, 2**32 - 1, -(2**32) - 1, 2**63 - 513]
-    # All sizes, and then such that a vector has none of more than 51 bits.
+    # All sizes; the second half has no number of more than 51 bits.
     shifts = torch.randint(0, info.bits, (1000,), generator=generator)
     shifts[500:] = shifts[500:].clamp(min=max(0, info.bits - 52))
     random = torch.randint(info.min, info.max, (2, 1000), generator=generator) >> shifts
@@ -155,7 +155,7 @@ def integers(dtype):
     quotients = (random[0, 500:].double() / random[1, 500:].double()).nan_to_num(0, 0, 0).to(dtype)
     edges = torch.tensor(edges, dtype=dtype)
     x, y = (it.flatten() for it in torch.broadcast_tensors(edges[:, None], edges))
-    # Beside a multiple of the divisor.
+    # At a multiple of the divisor, and one below.
     multiples = random[1, 500:] * quotients
     parts = ((x, y), random, (multiples, random[1, 500:]), (multiples - 1, random[1, 500:]))
     return tuple(torch.cat(part) for part in zip(*parts))

@@ -1,4 +1,4 @@
-"""The elementwise launcher serves operators that are made here as a user makes them."""
+"""The elementwise launcher runs operators that are defined as a user defines them."""
 
 import math
 
@@ -14,12 +14,12 @@ from foo_ops import language, library, testing
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16)
-# The kernel table is the same for both devices.
+# Both devices share the kernel table.
 DTYPE_NOT_USED_ELSEWHERE = {"cpu": torch.int32, "foo": torch.int8}
 
 
 def minus_twice(a, b):
-    """Compute a function that is not symmetric, so that the order of the operands shows."""
+    """Compute an asymmetric function, so that swapped operands are noticed."""
     return a - 2 * b
 
 
@@ -41,7 +41,7 @@ def loses_the_gradient(input):
 
 @pytest.fixture(scope="module", autouse=True)
 def operators():
-    """Define foo_test::minus_twice in three forms, and others."""
+    """Define foo_test::minus_twice in three variants, and other operators."""
     library.define("foo_test::detached", "(Tensor input) -> Tensor")
     implementation = torch.library.Library("foo_test", "IMPL")
     implementation.impl("detached", torch.clone, "CompositeExplicitAutograd")
@@ -60,12 +60,12 @@ def operators():
         function = KERNELS[name.removesuffix(".out").removesuffix("_")]
         kernel = library.elementwise_kernel(function, dtypes=NUMBERS)
         library.register_kernel(f"foo_test::{name}", ("cpu", "foo"), kernel)
-    # The library ends with its last reference.
+    # The library lives as long as this reference.
     return implementation
 
 
 def numbers(shape, dtype):
-    """Make small integers, which every dtype has exactly."""
+    """Make small integers, which are exact in every dtype."""
     count = math.prod(shape)
     return (torch.arange(count) * 7 % 19 - 9).view(shape).to(dtype)
 
@@ -127,7 +127,7 @@ def test_promotion(first, second, result, device):
 
 
 def test_promotion_of_scalars(device):
-    """A tensor without dimensions is a number: it decides the kind of dtype, not its width."""
+    """A tensor without dimensions decides the kind of the result's dtype, but not its width."""
     check(numbers((5,), torch.float16), torch.tensor(2.0, dtype=torch.float64), device)
     check(torch.tensor(2), numbers((5,), torch.bfloat16), device)
     check(numbers((5,), torch.int64), torch.tensor(2.0), device)
@@ -213,7 +213,7 @@ for_each_compute_type = pytest.mark.parametrize("dtype", [torch.float32, torch.f
 
 @for_each_compute_type
 def test_exp2(dtype):
-    """Results are right within 1.5 units, and zero where the true one is no normal number."""
+    """Errors are at most 1.5 ulp; results below the normal numbers are zero."""
     lowest, highest = (-126, 127) if dtype == torch.float32 else (-1022, 1023)
     x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
     actual = torch.ops.foo_test.exp2(x)
@@ -228,7 +228,7 @@ def test_exp2(dtype):
 
 @for_each_compute_type
 def test_exp(dtype):
-    """Results are right within 2 units, also where x is large; zero and infinity beyond."""
+    """Errors are at most 2 ulp, also for large x; beyond the range, zero and infinity."""
     lowest, highest = (-87.3, 88.7) if dtype == torch.float32 else (-708.3, 709.7)
     x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
     actual = torch.ops.foo_test.exp(x)
@@ -240,7 +240,7 @@ def test_exp(dtype):
 
 @for_each_compute_type
 def test_tanh(dtype):
-    """Results are right within 4 units, for small numbers too."""
+    """Errors are at most 4 ulp, for small numbers too."""
     smallest = math.log2(torch.finfo(dtype).smallest_normal) + 1
     magnitudes = torch.exp2(torch.linspace(smallest, 6, 300_001, dtype=torch.float64)).to(dtype)
     x = torch.cat((magnitudes, -magnitudes))
@@ -255,7 +255,7 @@ def test_tanh(dtype):
 
 @for_each_compute_type
 def test_log(dtype):
-    """Results are right within 1 unit, near one and for subnormal numbers too."""
+    """Errors are at most 1 ulp, near one and for subnormal numbers too."""
     lowest, highest = (-149, 127.99) if dtype == torch.float32 else (-1074, 1023.99)
     powers = torch.linspace(lowest, highest, 300_001, dtype=torch.float64)
     near_one = torch.linspace(-1, 1, 100_001, dtype=torch.float64) ** 3
@@ -312,7 +312,7 @@ def with_closure(x):
     ids=lambda function: function.__name__,
 )
 def test_python_that_a_kernel_may_use(function):
-    """The compiler leaves out what serves arrays and exceptions, and nothing of this."""
+    """The compiler drops Python features for arrays and exceptions, but none of these."""
     name = f"foo_test::python_{function.__name__}"
     lib = library.Library("foo_test", "FRAGMENT")
     library.define(name, "(Tensor x) -> Tensor", lib=lib)
@@ -323,7 +323,7 @@ def test_python_that_a_kernel_may_use(function):
 
 
 def test_opcheck_sees_a_gradient_that_is_lost(device):
-    """torch's own check is content with any kernel on the autograd key."""
+    """torch's own check accepts any kernel on the autograd key."""
     x = torch.randn(3, device=device, requires_grad=True)
     operator = torch.ops.foo_test.detached.default
     with pytest.raises(Exception, match="an input requires a gradient, but no output does"):
@@ -338,7 +338,7 @@ def test_opcheck_sees_a_gradient_that_is_lost(device):
 
 
 def test_contiguous_tensors_are_cut_for_several_threads(device):
-    """Each thread begins where the one before ends, for elements of every size."""
+    """Each thread begins where the previous one ends, for elements of every size."""
     name = f"foo_elementwise::cut_{device}"
     library.define(name, "(Tensor a, Tensor b) -> (Tensor, Tensor)")
 
@@ -355,7 +355,7 @@ def test_contiguous_tensors_are_cut_for_several_threads(device):
 
 
 def test_empty_tensors_need_no_kernel(device):
-    """They do not need the time to compile one either, which would fail here."""
+    """No kernel is compiled for them either; compiling would fail here."""
     name = f"foo_elementwise::wrong_{device}"
     library.define(name, "(Tensor a, Tensor b) -> Tensor")
     library.register_kernel(name, device, library.elementwise_kernel(lambda a, b: a.middle))

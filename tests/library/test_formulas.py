@@ -1,4 +1,4 @@
-"""Formulas in Python: what they are given, what they may keep, and what they may return."""
+"""Gradient formulas in Python: their arguments, saved tensors, and return values."""
 
 import gc
 import re
@@ -22,7 +22,7 @@ def lib():
 
 
 def define(lib, schema, function, backward, setup_context=None, **options):
-    """Define an operator of torch's own operators, with a formula."""
+    """Define an operator as a composite of torch's own operators, with a gradient formula."""
     name = schema.partition("(")[0]
     lib.define(schema)
     lib.impl(name, function, "CompositeExplicitAutograd")
@@ -80,7 +80,7 @@ def test_tangents_go_through_a_composite(lib):
     torch.testing.assert_close(tangent, 6 * x**3)
     hessian = torch.func.hessian(lambda x: cube(x, 2.0).sum())(x)
     torch.testing.assert_close(hessian, torch.diag(12 * x))
-    # Gradients come from the formula.
+    # The formula computes the gradients.
     assert cube(leaf(3), 2.0).grad_fn.name() == "CubeBackward"
 
 
@@ -95,7 +95,7 @@ def test_tangents_are_refused_without_one(lib):
 
 
 def make_sum(lib):
-    """Define a sum of tensors in lists, whose formula tells what is needed."""
+    """Define a sum of tensors in lists; its formula records which gradients are needed."""
     needed = []
 
     def setup_context(ctx, inputs, output):
@@ -311,7 +311,7 @@ def test_compiled(lib):
 
 
 def test_compiled_backward_passes(lib):
-    """Calls whose constants differ do not share what was compiled for one of them."""
+    """Calls with different constants do not share a compiled backward pass."""
     cube = make_cube(lib)
     x = leaf(3)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

@@ -1,4 +1,4 @@
-"""Operators with a generator: a seed for each call, drawn as torch's own operators draw."""
+"""Operators with a generator: each call draws a seed as torch's own operators do."""
 
 import re
 
@@ -49,7 +49,7 @@ def generator_of(device):
 
 
 def test_the_seed_is_what_torch_draws(device):
-    """As random_ of an int64 tensor; the same on cpu and on foo."""
+    """The seeds equal random_ of an int64 tensor, on cpu and on foo."""
     torch.manual_seed(3)
     expected = [int(torch.empty((), dtype=torch.int64).random_()) for _ in range(3)]
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""FOO_INTERPRET=1: kernels of users run as plain Python, with the values of compiled ones."""
+"""FOO_INTERPRET=1: users' kernels run in Python, with the values of compiled ones."""
 
 import operator
 import re
@@ -19,12 +19,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def interpreted(program, *arguments, **options):
-    """Run a program in which kernels are interpreted."""
+    """Run a program with interpreted kernels."""
     return python(program, *arguments, **{"FOO_INTERPRET": "1"} | options)
 
 
 def count_interpreted(file, chosen):
-    """Run tests of a file in which kernels are interpreted, and return how many passed."""
+    """Run tests of a file with interpreted kernels, and return how many passed."""
     options = ("-v", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen)
     process = interpreted(module("pytest"), *options, file, folder=REPOSITORY)
     assert process.returncode == 0, process.stdout
@@ -32,7 +32,7 @@ def count_interpreted(file, chosen):
 
 
 def test_same_bits(tmp_path):
-    """These kernels call no function that is an approximation, and add in one order."""
+    """These kernels call no approximated function, and add in a fixed order."""
     file = tmp_path / "results.pt"
     process = interpreted(Path(kernels_to_interpret.__file__), file)
     assert process.returncode == 0, process.stderr
@@ -57,7 +57,7 @@ def test_own_operators_are_within_their_budgets(operator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["erf", "exp", "exp2", "log", "tanh"])
 def test_functions_are_within_half_a_unit_or_so(name, dtype):
-    """Nearer than compiled ones, and zero where these are."""
+    """Interpreted functions are more accurate than compiled ones, and zero where those are."""
     x = torch.linspace(-80, 80, 10_001, dtype=dtype)
     x = x.exp() if name == "log" else x
     result = torch.from_numpy(getattr(interpreted_language, name)(x.numpy()))
@@ -182,7 +182,7 @@ def test_index_outside_is_an_exception_with_its_place(contiguous, message, devic
 
 
 def test_indices_that_are_refused(device):
-    """A negative variable is outside, and what does not compile is a TypeError."""
+    """A negative variable is out of bounds; indices that do not compile raise TypeError."""
     text = f"""
 import torch
 from foo_ops import language, library
@@ -242,11 +242,11 @@ torch.ops.debugged.f(torch.ones(2, 3, device="{device}"))
     "number", [3, 2.5, np.float32(3), np.int64(3), np.arange(1, 5, dtype=np.float32)], ids=repr
 )
 def test_negative_constants_calculate_as_other_numbers(number):
-    """In float32, too, whose type a constant does not change."""
+    """Also with float32 numbers, whose type a constant does not change."""
     names = "add sub mul truediv floordiv mod pow lt le gt ge eq ne"
     operations = [getattr(operator, name) for name in names.split()]
     if isinstance(number, (int, np.int64)):
-        # No power: NumPy has no negative ones of integers.
+        # No power: NumPy refuses negative integer exponents of integers.
         operations.remove(operator.pow)
         operations += [operator.and_, operator.or_, operator.xor]
     for operation in operations:
@@ -262,7 +262,7 @@ def test_negative_constants_calculate_as_other_numbers(number):
 
 
 def test_exception_comes_once_and_from_the_thread_of_the_call():
-    """Not from the one that a compiled kernel would run the end of a long tensor on."""
+    """Not from the thread that would run the end of a long tensor in a compiled kernel."""
     text = """
 import threading
 import torch

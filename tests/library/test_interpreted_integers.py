@@ -1,4 +1,4 @@
-"""FOO_INTERPRET=1 computes integers as compiled kernels do: in 64 bits, whatever their dtype.
+"""FOO_INTERPRET=1 computes integers as compiled kernels do: in 64 bits for every dtype.
 
 ``python test_interpreted_integers.py FILE DEVICE DTYPE ...`` saves the results of all calls.
 """
@@ -18,7 +18,7 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-# A kernel is compiled for each of them, and for each pair.
+# `make test` has only these, since each dtype and each pair of them compiles a kernel.
 DAILY = (torch.int8, torch.int64, torch.uint8)
 NUMBERS = (0, 1, 3, 7, 100, 120, 200, 250, -1, -7, -100)
 
@@ -66,9 +66,9 @@ def sums(x, y, output, rows):
 
 
 def numbers(dtype):
-    """All pairs of the numbers that a dtype has, as two tensors."""
+    """Return all pairs of numbers of a dtype, as two tensors."""
     limits = torch.iinfo(dtype)
-    # Sums of two are no larger than int64, where compiled code may do as it likes.
+    # Sums of two stay within int64, whose overflow is undefined in compiled code.
     most = min(limits.max, 2**62 - 1)
     fitting = [it for it in (*NUMBERS, most) if limits.min <= it <= limits.max]
     return (torch.tensor(it, dtype=dtype) for it in zip(*itertools.product(fitting, fitting)))

@@ -1,4 +1,4 @@
-"""Messages for kernels that use what they cannot have: what to write instead, and the line."""
+"""Messages for kernels with unsupported code: the replacement to write, and the line."""
 
 import functools
 import itertools
@@ -91,7 +91,7 @@ TILES = {
     "math.log(x.row(r))": f"log takes numbers, and a row is none: {ROW}",
     "language.tanh(x.row(r))": f"tanh takes numbers, and a row is none: {ROW}",
     "(lambda v: torch.erf(v))(x[r, 0])": calls("torch.erf", "write math.erf(x)"),
-    # Arithmetic and comparisons of what has elements.
+    # Arithmetic and comparisons of rows and tensors.
     "(x.row(r) / 3)[0]": f"a row has no arithmetic: {ROW}",
     "(-x.row(r))[0]": f"a row has no arithmetic: {ROW}",
     "(x.row(r) ** 3)[0]": f"a row has no arithmetic: {ROW}",
@@ -116,7 +116,7 @@ TILES = {
     "x.row(r, 1)[0]": "x.row takes one integer, got (int64, 1)",
     "x.shape": "x.shape or x.strides is no number, and cannot be a float32: x.shape[d] and "
     "x.strides[d] are numbers",
-    # What allocates.
+    # Allocations.
     "[v for v in range(3)][0]": f"a kernel must not allocate: it has {SCRATCH}",
     "{0: 1.0}[0]": f"a kernel must not allocate: it has {SCRATCH}",
 }
@@ -152,7 +152,7 @@ ELEMENTS = {
 
 
 def message_of(source, kernel, folder):
-    """Compile the function k of a source file, and return the message and the file."""
+    """Compile the function k of a source file; return the message and the file."""
     file = folder / "kernel.py"
     file.write_text(source)
     scope = dict(SCOPE)
@@ -168,7 +168,7 @@ def message_of(source, kernel, folder):
 
 
 def expected(message, signature, file, line, source):
-    """Return the whole message but for the name of the operator."""
+    """Return the whole message as a pattern for any operator name."""
     return rf"advised::f\d+: its kernel cannot be compiled for {signature}: " + re.escape(
         f"{message} ({file}:{line}: {source})"
     )
@@ -215,7 +215,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_place(name, tmp_path):
-    """The message names the line of what is wrong, wherever the function is that has it."""
+    """The message names the line of the fault, in whichever function it is."""
     body, (where, line, text) = PLACES[name]
     source = f"def k(x, y, rows):\n    for r in rows:\n{body}"
     message, file = message_of(source, library.tile_kernel, tmp_path)
@@ -223,7 +223,7 @@ def test_place(name, tmp_path):
 
 
 def test_a_function_that_is_right_is_not_blamed(tmp_path):
-    """The line has functions that kernels know, and one fault that is none of theirs."""
+    """The line calls functions that kernels support, and has a fault elsewhere."""
     source = "def k(x):\n    return math.exp(x) + float(max(x, 0.0)) + x.nothing\n"
     message, _ = message_of(source, library.elementwise_kernel, tmp_path)
     assert "Unknown attribute 'nothing' of type float32 (" in message

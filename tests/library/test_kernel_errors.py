@@ -22,7 +22,7 @@ def operator(kernel, schema="(Tensor input) -> Tensor"):
 
 
 def line(function, offset):
-    """Return where in this file a line of a function is."""
+    """Return the file and line of a function's line ``offset``."""
     code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno + offset}"
 
@@ -155,7 +155,7 @@ def test_elementwise_kernel_that_cannot_be_compiled(function, reason, offset, so
     place = line(helper, 1) if offset is None else line(function, offset)
     message = f"{name}: its kernel cannot be compiled for float32: {reason} ({place}: {source})"
     input = torch.ones(3, device=device)
-    # The same again: a failure is not kept.
+    # Twice: a failed compilation is not cached.
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
             call(input)
@@ -167,7 +167,7 @@ def of_bits(input, output, rows):
 
 
 def test_dtype_that_a_tile_kernel_does_not_fit():
-    """The message names all dtypes, and the operator works for those that it fits."""
+    """The message names all dtypes, and the operator works for the dtypes that fit."""
     call, name = operator(library.tile_kernel(of_bits, tiles=lambda input: input.size))
     assert call(torch.arange(6)).tolist() == [0, 1, 2, 3, 0, 1]
     place = f"{line(of_bits, 2)}: output.flat[row] = input.flat[row] & 3"
@@ -244,7 +244,7 @@ def tile_of_two(a, b):
 
 
 def test_wrong_number_of_arguments():
-    """The kernel is refused where it is registered."""
+    """Registration refuses the kernel."""
     for kernel, message in (
         (
             library.elementwise_kernel(two),
@@ -279,7 +279,7 @@ def returns_its_result(input, output, rows):
 
 
 def test_a_tile_kernel_that_returns_something():
-    """Refused where it is defined."""
+    """Refused at definition."""
     first = returns_its_result.__code__.co_firstlineno
     message = (
         "a tile kernel writes its results, which are arguments, and must return nothing: "

@@ -1,4 +1,4 @@
-"""Tile kernels that find themselves what they cannot use, and return False."""
+"""Tile kernels that check contents themselves, and return False to refuse them."""
 
 import re
 

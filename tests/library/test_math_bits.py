@@ -1,4 +1,4 @@
-"""Arguments that an operator writes, whose conjugate or negative bit is set."""
+"""Arguments that an operator writes, with their conjugate or negative bit set."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_written_without_being_returned(operators, view, device):
     wanted = VIEWS[view](base.to(torch.complex128)).resolve_conj().resolve_neg() * 2
     assert x.is_conj() or x.is_neg()
     version = x._version
-    # PyTorch's own fallback freed other memory, which the next allocations find out.
+    # PyTorch's own fallback freed the wrong memory, which later allocations reveal.
     for _ in range(3):
         assert operators.double(x) is None
     torch.testing.assert_close(x.cpu().to(torch.complex128), wanted * 4)
@@ -81,7 +81,7 @@ def test_written_and_returned(operators, view, device):
     wanted = x.cpu().to(torch.complex128) * 3
     assert operators.triple_(x) is x
     torch.testing.assert_close(x.cpu().to(torch.complex128), wanted)
-    # Another shape: it is resized as any argument out is.
+    # With another shape, it is resized like any argument ``out``.
     out = VIEWS[view](torch.zeros(0, dtype=torch.complex64, device=device))
     assert operators.triple(base, out=out) is out
     torch.testing.assert_close(out.cpu().to(torch.complex128), base.cpu().to(torch.complex128) * 3)

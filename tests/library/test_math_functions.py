@@ -1,4 +1,4 @@
-"""The functions of ``math`` in kernels: bounds, against mpmath with 1200 bits; special values."""
+"""Functions of ``math`` in kernels: error bounds against mpmath at 1200 bits; special values."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from foo_ops.kernels.compiler.plain_math import MATH
 from foo_ops.kernels.compiler.processor import vector_bits
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-# Units in the last place, as docs/kit_reference.md has them.
+# Units in the last place, as documented in docs/kit_reference.md.
 BOUNDS = {
     "sqrt": 0.5,
     **dict.fromkeys(("log", "sin", "cos", "hypot", "cbrt"), 1),
@@ -62,7 +62,7 @@ ROUNDING = {
 
 
 def samples(dtype, count=150):
-    """Numbers of all sizes, beside 0 and 1, beside the multiples of pi/2, and worst cases."""
+    """Return numbers of all sizes, near 0 and 1, near the multiples of pi/2, and worst cases."""
     kind, generator = DTYPES[dtype], np.random.default_rng(0)
     limits = np.finfo(kind)
     smallest, largest = (math.log(float(number)) for number in (limits.tiny, limits.max))
@@ -73,16 +73,16 @@ def samples(dtype, count=150):
         *(generator.uniform(-1.2, 1.2, count) * limits.maxexp, near_zero, -near_zero),
         *(limits.tiny * generator.uniform(0, 1, 20), 1 + generator.normal(size=count) * 1e-3),
         np.arange(-60, 60) * math.pi / 2,
-        # Whose quarters of a turn are still counted one by one.
+        # Their quarter turns are still counted one by one.
         np.arange(2**29, 2**29 + 2**21, 2**14 + 1) * math.pi / 2,
-        # The nearest of all to multiples of pi/2 (Muller 2006, table 11.1), and in float32.
+        # The nearest numbers to multiples of pi/2 (Muller 2006, table 11.1), and in float32.
         [6381956970095103.0 * 2.0**797 if dtype == torch.float64 else 16367173.0 * 2.0**72],
     ]
     return torch.from_numpy(np.concatenate(parts).astype(kind))
 
 
 def units(result, exact, dtype):
-    """Return how far a result is from the exact one, in units of that one's last place."""
+    """Return the error of a result, in units of the exact result's last place."""
     limits = np.finfo(DTYPES[dtype])
     too_large = mpmath.mpf(float(limits.max)) * (1 + mpmath.mpf(2) ** (-limits.nmant - 2))
     if not math.isfinite(result):
@@ -95,7 +95,7 @@ def units(result, exact, dtype):
 def exactly(name, *numbers):
     x, *others = map(mpmath.mpf, numbers)
     if name == "pow":
-        # mpmath would compute all the digits of an integer.
+        # mpmath would compute all digits of an integer power.
         power = others[0] * mpmath.log(x)
         return mpmath.exp(max(min(power, 2000), -2000))
     if name == "erfc" and abs(x) > 100:
@@ -108,11 +108,11 @@ def exactly(name, *numbers):
 
 
 def arguments(name, dtype):
-    """Return numbers in the domain of a function, also beside its ends."""
+    """Return numbers in the domain of a function, and near its ends."""
     x, limits = samples(dtype), torch.finfo(dtype)
     if name == "pow":
         x = x[x != 0].abs()
-        # Beside the largest powers, too, where digits of the logarithm count.
+        # Also near the largest powers, where digits of the logarithm matter.
         near, size = torch.linspace(0.6, 1.7, 300, dtype=dtype), math.log2(limits.max)
         large = torch.linspace(-size, size, 300, dtype=dtype).flip(0) / near.log2()
         return torch.cat((x, near)), torch.cat((x.log2().clamp(-2, 2).flip(0) * 7, large))
@@ -155,7 +155,7 @@ def test_bounds(name, dtype):
 @pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_function_calls_the_c_library(dtype, tmp_path, monkeypatch):
-    """But for remainders of huge quotients. Others than these would take a call for each number."""
+    """Only remainders of huge quotients may: any other function would be called once per number."""
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(emit, "ALLOWED_SYMBOLS", {"memcpy", "memset", "memmove", "fmod", "fmodf"})
     x = torch.ones(8, dtype=dtype)
@@ -259,7 +259,7 @@ def test_logarithms_of_powers_are_exact(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_rounding(name, dtype):
-    """To floats, so that no size is too large, and zeros keep their signs."""
+    """Results are floats, so that no size overflows, and zeros keep their signs."""
     numbers = [0.5, 1.5, 2.5, 0.49999997, 2.0**31 + 1, 2.0**63, 2.0**70, 1e30, math.inf, 0.0, 1e-40]
     x = torch.tensor([*numbers, *(-number for number in numbers), math.nan], dtype=dtype)
     result, expected = ROUNDING[name](x), getattr(torch, name)(x)
@@ -281,7 +281,7 @@ def test_half_precision_computes_in_float32(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("exponent", [0.5, -0.5])
 def test_half_powers_are_square_roots(exponent, dtype):
-    """Constant ones to the last bit, and of -infinity and -0.0 what C's pow says."""
+    """Constant exponents are exact to the last bit; -infinity and -0.0 follow C's pow."""
     name = f"foo_math::half_{exponent > 0}_{torch.finfo(dtype).bits}"
 
     @library.numba_op(name)
@@ -313,7 +313,7 @@ def test_integers_are_float64():
 
 @pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {"exp2"}))
 def test_explicit_vectors_give_the_same(name):
-    """To the last bit, with their branches for rare ones."""
+    """Results are equal to the last bit, including the branches for rare numbers."""
     function, of_one, operator = getattr(language, name), name not in OF_TWO, OPERATORS[name]
     library.define(f"foo_math::vector_{name}", "(Tensor input, Tensor other) -> Tensor")
     library.register_fake(f"foo_math::vector_{name}", lambda input, other: torch.empty_like(input))
@@ -343,7 +343,7 @@ def test_explicit_vectors_give_the_same(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 def test_a_result_does_not_depend_on_its_neighbours(name, dtype):
-    """Huge numbers take another way, alone or in a vector."""
+    """Huge numbers take a different branch, alone or in a vector."""
     x = torch.linspace(-9, 9, 83, dtype=dtype)
     huge = x.clone()
     huge[::7], huge[40] = 3e30 * x[::7], torch.inf
@@ -357,7 +357,7 @@ def test_a_result_does_not_depend_on_its_neighbours(name, dtype):
 
 @pytest.mark.parametrize("share", [1, 2])
 def test_erf_is_the_same_in_vectors_of_all_lanes(share):
-    """A vector looks its coefficients up in a register, if it has the size for it."""
+    """A vector looks up its coefficients in a register, if its size allows it."""
     name, lanes = f"foo_math::erf_{share}", vector_bits() // 32 // share
     library.define(name, "(Tensor input) -> Tensor")
     library.register_fake(name, torch.empty_like)

@@ -1,4 +1,4 @@
-"""On meta tensors an operator that works in place asks the fake kernel of the one that does not."""
+"""On meta tensors, an in-place operator uses the fake kernel of the functional one."""
 
 import itertools
 import re
@@ -69,7 +69,7 @@ def test_in_place(mode, variants, lib):
 
 
 def test_its_own_fake_kernel_stays(lib, device):
-    """Also one that comes later; without any there is none."""
+    """Also if it is registered later; without any fake kernel the call is refused."""
     for name in ("before", "later", "never"):
         for variant, schema in SCHEMAS.items():
             lib.define(name + variant + schema)

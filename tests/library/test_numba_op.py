@@ -1,4 +1,4 @@
-"""numba_op makes operators out of one function: forms, gradients, compilation, cpu and foo."""
+"""numba_op makes an operator from one function: variants, gradients, compilation, cpu and foo."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def soft_gradient(grad, x, y, slope, shift):
 
 
 def cubed_times_second(grad_x, grad_y, grad, x, y, factor):
-    """Return what both gradients are made of."""
+    """Return the three gradients of the backward kernel: for grad, x and y."""
     by_grad = 3 * factor * x * x * y * grad_x + factor * x * x * x * grad_y
     by_x = 6 * factor * x * y * grad * grad_x + 3 * factor * x * x * grad * grad_y
     return by_grad, by_x, 3 * factor * x * x * grad * grad_x
@@ -164,7 +164,7 @@ def test_in_place_and_out(device):
 
 
 def test_forms():
-    """The in-place form is there where the result can take the first tensor's place."""
+    """An in-place variant exists if the result can replace the first tensor."""
     assert str(torch.ops.foo_numba.soft.default._schema) == (
         "foo_numba::soft(Tensor x, Tensor y, *, float slope=0.5, float? shift=None) -> Tensor"
     )
@@ -213,7 +213,7 @@ def test_second_derivative_of_a_function(device):
 
 
 def test_second_derivative_of_a_kernel(device):
-    """Each ``backward=`` may have one of its own."""
+    """A ``backward=`` kernel may itself have a ``backward=``."""
     x = torch.randn(5, 1, dtype=torch.float64, device=device, requires_grad=True)
     y = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
 
@@ -233,7 +233,7 @@ def test_second_derivative_of_a_kernel(device):
 
 
 def test_gradients_beside_a_mask_and_integers(device):
-    """They are promoted as in the operator itself, and get no gradient."""
+    """Masks and integers are promoted as in the operator itself, and get no gradient."""
     x = torch.tensor([1.5, -2.0, 3.0], device=device, requires_grad=True)
     keep = torch.tensor([True, False, True], device=device)
     exponent = torch.tensor([[2], [3]], device=device)
@@ -246,7 +246,7 @@ def test_gradients_beside_a_mask_and_integers(device):
 
 
 def test_gradients_of_numbers_beside_tensors(device):
-    """A tensor without dimensions does not widen the others, and its gradient has its own dtype."""
+    """A tensor without dimensions does not widen others; its gradient keeps its dtype."""
     x = torch.randn(4, dtype=torch.bfloat16, device=device, requires_grad=True)
     y = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     output = torch.ops.foo_numba.soft(x, y, slope=1.0)
@@ -258,7 +258,7 @@ def test_gradients_of_numbers_beside_tensors(device):
 
 
 def test_gradient_through_some_results(device):
-    """The kernel gets zeros for results that have no gradient."""
+    """The kernel gets zeros for results without a gradient."""
     x = torch.tensor([1.5, -2.0], device=device, requires_grad=True)
     value, sign = torch.ops.foo_numba.split(x)
     assert not sign.requires_grad
@@ -333,7 +333,7 @@ def test_real_result_of_complex_numbers(dtype, device):
 
 
 def test_forward_mode_is_refused_where_there_are_no_derivatives(device):
-    """torch.library's operators lose the tangent in silence."""
+    """torch.library's operators silently drop the tangent."""
     x = torch.ones(3, device=device)
     message = "foo_numba::soft: its backward= has no derivative"
     with pytest.raises(NotImplementedError, match=message):

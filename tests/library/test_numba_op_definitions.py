@@ -1,4 +1,4 @@
-"""numba_op defines an operator, caches its kernels, and refuses what cannot be one."""
+"""numba_op defines an operator, caches its kernels, and refuses invalid functions."""
 
 import colorsys
 import math
@@ -64,7 +64,7 @@ print(f(torch.ones(1)).item(), len(compiled), "numba" in sys.modules)
 
 
 def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
-    """The key has its code, its constants and all that it calls in any file, but no comments."""
+    """The key covers its code, its constants and all functions it calls, but no comments."""
     helper = tmp_path / "helper.py"
 
     def printed(factor=2, addend=3, comment="", offset="0.0"):
@@ -81,7 +81,7 @@ def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
     assert printed() == ["8.0", "0", "False"]
 
 
-# Names, and what an operator cannot have.
+# Names, and functions that cannot be an operator.
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_arguments_that_no_operator_has(function, message):
 
 
 def test_defined_again(device):
-    """A notebook defines it again, and so does a module that is loaded again."""
+    """A notebook or a reloaded module defines the operator again."""
     for factor in (2.0, 3.0):
 
         @library.numba_op("foo_numba::again", backward=lambda grad, x: factor * grad)
@@ -155,7 +155,7 @@ def test_defined_again(device):
         assert torch.ops.foo_numba.again_(torch.ones(1, device=device)).item() == factor
         with FakeTensorMode() as mode:
             assert again(mode.from_tensor(x)).shape == x.shape
-    # A definition that fails leaves it as it was.
+    # A failed definition leaves the operator unchanged.
     with pytest.raises(TypeError, match="must annotate x"):
         library.numba_op("foo_numba::again", lambda x: x)
     assert torch.ops.foo_numba.again(torch.ones(1, device=device)).item() == factor
@@ -239,7 +239,7 @@ def as_real_part(x: complex) -> float:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_numbers_that_the_result_cannot_hold(function, dtype, kinds, device):
-    """What the source does not say is found when the kernel is compiled."""
+    """Types that the annotations do not fix are checked at compilation."""
     operator = library.numba_op(f"foo_numba::{function.__name__}_{device}", function)
     message = "the kernel returns {}, and the operator {}, which cannot hold it".format(*kinds)
     message += "; int(...) makes an integer of a float" * (kinds[1] == "int64")
@@ -327,7 +327,7 @@ def times_factor(x):
 
 
 def test_globals_are_those_of_the_first_use(device, monkeypatch):
-    """Whatever they are when it is compiled for another dtype; also those of what it calls."""
+    """Later values do not count, even for other dtypes or in called functions."""
     settings = types.ModuleType("settings_of_a_user")
     settings.offset = 1.0
 
@@ -346,7 +346,7 @@ def test_globals_are_those_of_the_first_use(device, monkeypatch):
 
 
 def test_function_of_a_module_of_python(device):
-    """One that is written in Python is compiled as a user's own is."""
+    """A Python function from a module is compiled like a user's own."""
 
     def luma(r: float, g: float, b: float) -> float:
         return colorsys.rgb_to_yiq(r, g, b)[0] + math.floor(r) * math.pi
@@ -358,7 +358,7 @@ def test_function_of_a_module_of_python(device):
 
 
 def test_a_failure_does_not_keep_globals(device, monkeypatch):
-    """In a notebook, what was missing is defined, and the same call made again."""
+    """In a notebook, one defines the missing name and calls again."""
 
     def calls_later(x: float) -> float:
         return defined_later(x)  # noqa: F821

@@ -1,4 +1,4 @@
-"""Numbers of any type (Scalar), and lists of numbers, among the arguments of kernels."""
+"""Numbers of any type (Scalar), and lists of numbers, as arguments of kernels."""
 
 import itertools
 import re
@@ -86,7 +86,7 @@ def slope(x, coefficients):
 
 @pytest.mark.parametrize("dtype", AXPY_DTYPES, ids=str)
 def test_scalar_of_an_elementwise_kernel(dtype, device):
-    """It has the compute type of the tensors: no integer beside int64 becomes a float."""
+    """A Scalar has the tensors' compute type: with int64, an integer does not become a float."""
     x = torch.arange(7).to(dtype)
     for alpha in (2, True, *([2.5] if dtype.is_floating_point else [])):
         result = axpy(x.to(device), x.to(device), alpha=alpha)
@@ -130,7 +130,7 @@ def test_wrong_scalar(place):
 
 
 def test_tensor_in_the_place_of_a_scalar():
-    """torch's own schemas refuse it."""
+    """torch's own schemas refuse the tensor."""
     x = torch.ones(3)
     with pytest.raises(
         RuntimeError, match="Expected a value of type 'number' for argument 'alpha'"
@@ -161,7 +161,7 @@ def test_tile_kernel(args, dtype, device):
 
 
 def test_scalar_of_a_tile_kernel_does_not_promote(device):
-    """A float of a schema comes as float64, a Scalar in the compute type of the first tensor."""
+    """A schema's float arrives as float64, a Scalar in the compute type of the first tensor."""
     library.define("foo_numbers::plus", "(Tensor x, Scalar a, float b) -> (Tensor, Tensor)")
     library.register_fake("foo_numbers::plus", lambda x, a, b: (x.clone(), x.double()))
 

@@ -1,4 +1,4 @@
-"""Each function that takes an operator's name refuses what is none, as a decorator too."""
+"""Functions that take an operator's name refuse invalid ones, as decorators too."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from foo_ops import custom_ops, library
 pytestmark = pytest.mark.filterwarnings("ignore:.*was renamed to:FutureWarning")
 
 FIRST = ("op", "name", "names", "qualname")
-"""How functions call the argument that is an operator, or the name of one."""
+"""Parameter names for an operator, or for its name."""
 MODULES = {"library": library, "custom_ops": custom_ops}
 FUNCTIONS = {
     f"{module}.{name}": value
@@ -19,7 +19,7 @@ FUNCTIONS = {
     for name in within.__all__
     if inspect.isfunction(value := getattr(within, name))
 }
-# The others take functions, tensors or nothing.
+# Functions that take functions, tensors or no argument.
 OTHERS = {
     *("library.check_bounds", "library.elementwise_kernel", "library.fallthrough_kernel"),
     *("library.get_ctx", "library.infer_schema", "library.scratch", "library.tile_kernel"),
@@ -27,7 +27,7 @@ OTHERS = {
     *("library.vmap_by_loop", "library.wrap_triton", "custom_ops.get_ctx"),
 }
 TAKES_NAME = {name: it for name, it in FUNCTIONS.items() if name not in OTHERS}
-# Of a new operator any name will do that has the form.
+# Functions that define a new operator, so that any valid name will do.
 DEFINES = {
     *("library.define", "library.custom_op", "library.triton_op", "library.numba_op"),
     "custom_ops.custom_op",
@@ -40,7 +40,7 @@ ARGUMENTS = {
     "schema": "(Tensor x) -> Tensor",
     "torch_dispatch_class": torch.Tensor,
 }
-"""What parameters without a default get beside the operator."""
+"""Values of the other parameters without a default."""
 
 NO_NAMES = (
     *(3, None, b"foo::abs", ["foo::abs"], "", "abs", "foo::", "::x", "foo::abs::y", "foo::a b"),
@@ -49,7 +49,7 @@ NO_NAMES = (
 UNKNOWN = ("foo::no_such", "no_such::f", "foo::abs.no_such", "foo::abs.overloads", "foo::name")
 FORM = "the name of an operator must have the form mylib::f or mylib::f.out, got {!r}"
 NO_OPERATOR = "{}: there is no such operator; define it with foo_ops.library.define"
-# In words of their own: of torch, or where a name has no overload.
+# Messages of torch's own, or for names that cannot have an overload.
 WORDS = {
     "library.define": r".*(namespace|instance of str).*",
     "library.opcheck": r"opcheck\(op, \.\.\.\): op must be instance of torch\._ops\.OpOverload.*",
@@ -79,7 +79,7 @@ def refused(name, operator, message):
 
 
 def test_every_function_is_known():
-    """A new one begins with the name of an operator, or is no function that takes one."""
+    """A new function takes the name first, or is listed in OTHERS."""
     firsts = {name: next(iter(inspect.signature(it).parameters)) for name, it in TAKES_NAME.items()}
     assert {name: first for name, first in firsts.items() if first not in FIRST} == {}
     assert FUNCTIONS.keys() >= OTHERS
@@ -99,13 +99,13 @@ def test_operators_that_are_not_there(name):
         if name != "custom_ops.destroy":
             refused(name, operator, NO_OPERATOR)
         elif "." not in operator:
-            # As in torch._custom_ops.
+            # The error of torch._custom_ops.
             with pytest.raises(RuntimeError, match="Could not find custom op"):
                 call(name, operator)
 
 
 def test_names_in_a_library():
-    """There a name may lack its namespace, and its operator may be defined later."""
+    """In a Library, names need no namespace, and operators may be defined later."""
     lib = library.Library("foo_operator_names", "FRAGMENT")
     for name in (3, None, b"f", "", "f::", "f.out.x"):
         given = f"{lib.ns}::{name}" if isinstance(name, str) and "::" not in name else name
@@ -129,7 +129,7 @@ def test_operator_of_gradients():
 
 
 def test_operators_themselves():
-    """Where torch.library takes an operator in place of its name."""
+    """Functions that take an operator in place of its name, as in torch.library."""
 
     @library.custom_op("foo_operator_names::custom", mutates_args=())
     def custom(x: torch.Tensor) -> torch.Tensor:

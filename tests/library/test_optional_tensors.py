@@ -1,4 +1,4 @@
-"""Optional tensors together with gradients: those that are missing have none."""
+"""Optional tensors with gradients: missing tensors have none."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from foo_ops import language, library
 
 
 def second(grad_grad, grad_grad_bias, grad, x, bias, scale):
-    """Of the gradients below: for x they are 2 x scale grad, for bias grad."""
+    """Return the second derivatives; the gradients are 2 x scale grad for x, grad for bias."""
     to_grad = 2 * x * scale * grad_grad
     if bias is None:
         return to_grad, 2 * scale * grad * grad_grad, None
@@ -156,7 +156,7 @@ def test_mapped(has_bias, device):
     ("weight", "bias"), list(itertools.product([None, False, True], repeat=2)), ids=str
 )
 def test_tile_kernel(weight, bias, device):
-    """None for a tensor that is missing, else whether it requires a gradient."""
+    """None stands for a missing tensor, else whether it requires a gradient."""
     x = random(3, 4, device=device)
     weight, bias = (
         None if needs is None else random(4, device=device).detach().requires_grad_(needs)

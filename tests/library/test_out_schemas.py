@@ -1,4 +1,4 @@
-"""A registration decides what `f.out` and optional arguments may be."""
+"""Registration decides which schemas `f.out` and optional arguments may have."""
 
 import itertools
 import re

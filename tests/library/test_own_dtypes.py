@@ -1,4 +1,4 @@
-"""An elementwise kernel reads some tensors in their own dtype: masks and counts beside floats."""
+"""An elementwise kernel reads masks and counts in their own dtype beside floats."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ def operators():
 
     @library.numba_op("foo_own::step", backward=step_gradient, lib=lib)
     def step(mask: bool, x: float, y: float, count: int) -> float:
-        # Neither a float nor a bool has this.
+        # Needs an integer: a float has no `&`, and a bool no second bit.
         return x + (count & 3) if mask else y
 
     @library.numba_op("foo_own::flip", lib=lib)
@@ -82,7 +82,7 @@ def test_masks_beside_integers(dtype, device):
 
 
 def test_results_of_other_kinds(device):
-    """An int64 and a bool stand beside a result in the common dtype, beyond float32's digits."""
+    """An int64 and a bool result, beyond float32's precision, beside one in the common dtype."""
     n = torch.tensor([2**40 + 1, 2**40 + 2], device=device)
     x = torch.tensor([0.5, 2.0**60], device=device, dtype=torch.bfloat16)
     same, odd, is_less = torch.ops.foo_own.parity(x, n)
@@ -92,7 +92,7 @@ def test_results_of_other_kinds(device):
 
 
 def test_common_dtype_is_that_of_the_widest_kind(device):
-    """It is not that of an int64, nor of a float64 beside complex numbers."""
+    """Counts in int64 do not widen it, nor does float64 beside complex numbers."""
     mask, x, y, count = step_arguments(torch.float16, torch.int64, device)
     assert torch.ops.foo_own.step(mask, x, y, count).dtype == torch.float16
     assert torch.ops.foo_own.step(mask, x, y.double(), count).dtype == torch.float64
@@ -175,7 +175,7 @@ def test_compiled(device):
 
 
 def test_optional_mask(device):
-    """An elementwise_kernel says by name which tensors these are."""
+    """elementwise_kernel lists these tensors by name."""
     name = f"foo_own::optional{next(serial)}"
     library.define(name, "(Tensor input, Tensor? mask=None) -> Tensor")
 

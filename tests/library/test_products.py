@@ -1,4 +1,4 @@
-"""language.dot and language.add_dot: products of matrices that are slices of views."""
+"""language.dot and language.add_dot: matrix products of slices of views."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def whole(a, b, output, tiles):
 
 @library.tile_kernel(tiles=lambda a: (a.shape[0] + ROWS - 1) // ROWS)
 def in_tiles(a, b, output, tiles):
-    """The last tiles are smaller, and the depth is summed in two parts."""
+    """Multiply in tiles, the last ones smaller, and sum the depth in two halves."""
     half = b.shape[0] // 2
     for tile in tiles:
         i = tile * ROWS
@@ -52,7 +52,7 @@ def transposed(a, b, output, tiles):
 
 @library.tile_kernel(tiles=lambda a: a.shape[0] * a.shape[2])
 def by_heads(a, b, output, tiles):
-    """(batch, length, heads, dim), whose heads are matrices: the scores of attention."""
+    """Multiply matrices per head of (batch, length, heads, dim): the scores of attention."""
     heads = a.shape[2]
     for tile in tiles:
         batch, head = tile // heads, tile % heads
@@ -100,7 +100,7 @@ def numbers(shape, dtype, seed=0):
 
 
 def assert_product(result, a, b, name="whole"):
-    """Within a rounding of the result, and those of sums of so many products.
+    """Check the error: one rounding of the result, and those of sums of that many products.
 
     The operator "tiles" rounds the first half of the sum as well.
     """
@@ -167,7 +167,7 @@ INTEGERS = [
 
 @pytest.mark.parametrize("dtypes", INTEGERS, ids=str)
 def test_integers(dtypes):
-    """Sums of the smallest and the largest numbers, too, which go around in 32 bits."""
+    """Also sums of the smallest and largest numbers, which wrap around in 32 bits."""
     first, second = dtypes
     for rows, depth, columns in ((32, 640, 64), (7, 513, 129), (17, 70, 15), (3, 129, 65)):
         a, b = whole_range((rows, depth), first), whole_range((depth, columns), second)
@@ -177,7 +177,7 @@ def test_integers(dtypes):
 
 
 def whole_range(shape, dtype):
-    """Make numbers of which the first rows and columns are the least and the largest."""
+    """Return numbers whose first rows and columns are the smallest and largest."""
     if dtype == torch.bool:
         return numbers(shape, torch.int8) > 0
     info = torch.iinfo(dtype)
@@ -217,7 +217,7 @@ def test_infinity_and_nan_stay_in_their_rows(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_what_is_beside_a_slice_takes_no_part(dtype):
-    """The matrix unit takes whole tiles, of which the last are filled up with zeros."""
+    """The matrix unit takes whole tiles; the last ones are padded with zeros."""
     for rows, depth, columns in ((32, 270, 40), (48, 15, 64)):
         around = [torch.full((96, 320), torch.nan).to(dtype) for _ in range(2)]
         a, b = around[0][:rows, :depth], around[1].T[:depth, :columns]
@@ -243,7 +243,7 @@ def test_every_number_of_threads_gives_the_same():
     ["a[-3:]", "a[:-1]", "a[1:100]", "a[-100:2]", "a[3:1]", "a[2:2, :]", "a[-2:, :]", "a[:, :]"],
 )
 def test_slices_are_those_of_python(slices):
-    """The kernel counts the rows of its slice by a product with ones."""
+    """A product with the identity matrix copies the slice."""
     a = numbers((6, 4), torch.float32)
     scope = {"language": language}
     source = f"def kernel(a, b, output, tiles):\n    language.dot(output[:], {slices}, b)\n"
@@ -257,7 +257,7 @@ def test_slices_are_those_of_python(slices):
 
 
 def test_sizes_that_do_not_fit(device):
-    """What there is of all is multiplied; a kernel that is checked says what is wrong."""
+    """Only rows that exist are multiplied; with bounds checks, an error gives the shapes."""
     fits = define("misfit", whole, lambda a, b: a.new_zeros(a.shape[0] + 1, b.shape[1]))
     a, b = torch.ones(3, 4, device=device), torch.ones(5, 6, device=device)
     assert fits(a, b)[:3].equal(torch.full((3, 6), 4.0, device=device))

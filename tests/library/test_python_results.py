@@ -1,4 +1,4 @@
-"""Functions in Python that return too much or too little, for which PyTorch reads other memory."""
+"""Python functions that return too many or too few results, where PyTorch reads other memory."""
 
 import functools
 

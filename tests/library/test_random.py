@@ -1,4 +1,4 @@
-"""Random numbers in kernels: those of Philox4x32-10, the same in every order and interpreted."""
+"""Random numbers in kernels: those of Philox4x32-10, in every order, interpreted or not."""
 
 import re
 
@@ -11,7 +11,7 @@ from foo_ops.kernels.interpret import language as interpreted_language
 
 
 def philox(counter, key):
-    """Turn a counter into random words; Salmon et al. 2011, section 3.3."""
+    """Return a counter's random words; Salmon et al. 2011, section 3.3."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
         x, y = a * 0xD2511F53, c * 0xCD9E8D57
@@ -31,7 +31,7 @@ def drawn(offset: int, like: float, seed: int = 0) -> float:
 
 
 def test_the_reference_has_the_known_answers():
-    """From the tests that the authors of the paper published with their library."""
+    """The answers are from the tests that the paper's authors published with their library."""
     assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     digits = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert philox(*digits) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
@@ -50,7 +50,7 @@ def test_numbers(seed, device):
 
 
 def test_uniform_and_independent():
-    """Means, variances and correlations beside those of as many independent numbers."""
+    """Means, variances and correlations are within the deviations of independent numbers."""
     count = 1 << 20
     x = drawn(torch.arange(count), torch.zeros(1, dtype=torch.float64), seed=3)
     y = drawn(torch.arange(count), torch.zeros(1, dtype=torch.float64), seed=4)

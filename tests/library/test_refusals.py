@@ -1,4 +1,4 @@
-"""Operators without derivatives say so, instead of losing gradients and tangents."""
+"""Operators without derivatives raise instead of losing gradients and tangents."""
 
 import re
 
@@ -50,7 +50,7 @@ def test_gradients(x):
     assert not three.requires_grad
     with refused(FUNCTIONAL):
         double.sum().backward()
-    # What does not depend on it has its gradient.
+    # Terms independent of the operator keep their gradient.
     (x + double.detach()).sum().backward()
     assert x.grad.tolist() == [1, 1]
 
@@ -113,7 +113,7 @@ def test_derivatives_take_its_place(operators, x):
 
 
 def test_a_formula_of_torch_takes_its_place(tmp_path):
-    """The dispatcher would warn, once in a process, of a kernel that replaces another one."""
+    """The dispatcher would warn, once per process, about a replaced kernel."""
     program = """
 import torch
 from foo_ops import library
@@ -164,7 +164,7 @@ def test_formulas_of_torch_library_take_its_place(operators, x):
     def formula(ctx, grad_double, grad_three):
         return 2 * grad_double
 
-    # The dispatcher says once for a process that a kernel is replaced.
+    # The dispatcher warns once per process about a replaced kernel.
     torch.library.register_autograd("test_refusals::split", formula, lib=operators)
     ops.split(x)[0].sum().backward()
     assert x.grad.tolist() == [2, 2]

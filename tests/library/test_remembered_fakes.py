@@ -1,4 +1,4 @@
-"""Answers of fake kernels are remembered together with the settings of torch."""
+"""Results of fake kernels are cached per torch setting."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foo_ops import library
-from foo_ops.testing.checks.contexts import poisoned_memory
+from foo_ops.testing.checks.matrix import poisoned_memory
 
 DEVICES = ("cpu", "foo")
 answers = {

@@ -1,4 +1,4 @@
-"""The source of a tile kernel shows whether each row is computed on its own."""
+"""A tile kernel's source shows whether it computes each row independently."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scratch memory of tile kernels: for a call and for each thread, its checks and its errors."""
+"""Scratch memory of tile kernels, per call and per thread: checks and errors."""
 
 import re
 from pathlib import Path
@@ -63,7 +63,7 @@ def column_sum(input, output, sums, tiles):
     }
 )
 def reverse(input, output, copy, pairs, rows):
-    """Reverse rows, also in place; by way of two pieces of memory."""
+    """Reverse rows, also in place, by way of two scratch tensors."""
     size = input.shape[-1]
     for row in rows:
         x, y = input.row(row), output.row(row)
@@ -90,7 +90,7 @@ def test_of_a_call(lib, shape, device):
 
 
 def test_sums_are_kept_in_the_compute_type(lib):
-    """In bfloat16 a sum of ones would stay at 256."""
+    """A sum of ones in bfloat16 would stop at 256."""
     operator = define(lib, "ones", column_sum, fake=lambda x: x.new_empty(x.shape[-1:]))
     assert operator(torch.ones(7000, 2).bfloat16()).tolist() == [7008, 7008]
 
@@ -144,7 +144,7 @@ def test_an_access_outside(lib, per_call):
 
 
 def test_rows_of_no_elements(lib):
-    """As of a tensor, there are as many, and none of them is outside."""
+    """Empty rows are counted, and are in bounds, as in a tensor."""
 
     @library.tile_kernel(scratch={"memory": library.scratch(3, 0, like="input")})
     def counted(input, output, memory, rows):

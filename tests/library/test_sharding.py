@@ -1,4 +1,4 @@
-"""Declarations of how operators are cut among processes; tests/distributed runs them."""
+"""Declarations of how processes share operators; tests/distributed runs them."""
 
 import re
 
@@ -82,7 +82,7 @@ def test_names_count_from_the_end():
 
 
 def test_operators_are_known_after_the_import():
-    """They are registered when a program imports DTensors, before or after their definition."""
+    """Rules are registered when a program imports DTensors, before or after the definition."""
     program = """
 import sys, torch, foo_ops
 assert "torch.distributed.tensor" not in sys.modules

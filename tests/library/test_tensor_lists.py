@@ -1,4 +1,4 @@
-"""Lists of tensors among the arguments of tile kernels, read and written in place."""
+"""Lists of tensors as arguments of tile kernels, read and written in place."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ adam_, adam_rows_ = torch.ops.foo_lists.adam_, torch.ops.foo_lists.adam_rows_
 
 
 def parameters(device, count=5, dtype=torch.float64):
-    """Of several sizes, one empty, some with strides."""
+    """Return tensors of several sizes, one of them empty, some with strides."""
     shapes = [(7, 50), (0, 3), (1, 1), (4, 100), (33, 9)][:count]
     tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
     if count > 4:
@@ -184,7 +184,7 @@ def test_compiled(device):
 
 
 def test_lists_that_share_memory_with_what_is_read(device):
-    """The kernel reads what was there before the call."""
+    """The kernel reads the values from before the call."""
     whole = torch.arange(6.0, device=device)
     results = []
     for params, grads in (([whole[:5]], [whole[1:]]), ([whole[:5].clone()], [whole[1:].clone()])):

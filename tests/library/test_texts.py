@@ -1,4 +1,4 @@
-"""Arguments that are constants in a kernel: texts of a typing.Literal, and dtypes."""
+"""Arguments that are constants in a kernel: strings of a typing.Literal, and dtypes."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def pad_fake(x, mode="zeros", side=None, dtype=None):
 
 
 def value_of(mode, x, row):
-    """A function that the kernel calls knows the text, too."""
+    """Use the string in a function that the kernel calls."""
     if mode == "zeros":
         return 0.0
     if mode in ("first", "last"):
@@ -149,7 +149,7 @@ def test_compiled(device):
 
 
 def test_each_text_is_a_variant():
-    """Nothing is compiled for a text before it is used, and nothing twice."""
+    """A string compiles its variant at first use, and only once."""
 
     @library.numba_op("foo_texts::variants")
     def variants(x: float, mode: typing.Literal["none", "b c"] = "none") -> float:

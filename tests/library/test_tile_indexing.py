@@ -19,7 +19,7 @@ serial = itertools.count()
 
 
 def define(function, schema="(Tensor input) -> Tensor", **options):
-    """A new operator with a tile kernel."""
+    """Define a new operator with a tile kernel."""
     name = f"f{next(serial)}"
     library.define(f"foo_index::{name}", schema)
     library.register_fake(
@@ -32,7 +32,7 @@ def define(function, schema="(Tensor input) -> Tensor", **options):
 
 
 def refusal(function, input, reason, offset, **options):
-    """The message for an operator that cannot be compiled for a tensor."""
+    """Return the message for an operator that cannot be compiled for a tensor."""
     call = define(function, **options)
     code = function.__code__
     place = re.escape(f"({code.co_filename}:{code.co_firstlineno + offset}: ")
@@ -150,7 +150,7 @@ def rounded_to_integers(input, output, rows):
 
 
 def test_an_index_is_no_float(device):
-    """What math.floor returns is one."""
+    """math.floor returns a float."""
     x = torch.tensor([1.5, 0.0, 2.5], device=device)
     options = {"tiles": lambda input: input.size}
     reason = "an index must be an integer, got float32; int(...) makes one of a float"
@@ -163,7 +163,7 @@ def test_an_index_is_no_float(device):
 
 
 def transposed(input, output, rows):
-    """With offsets of its own."""
+    """Transpose with explicit offsets."""
     for row in rows:
         for i in range(input.shape[1]):
             value = language.load(input.data, row * input.strides[0] + i * input.strides[1])
@@ -258,7 +258,7 @@ def test_a_variable_that_is_one_tensor_or_another(device):
 
 
 def positive_lanes(input, output, rows):
-    """Write the lanes of positive numbers, and behind them how many there are."""
+    """Write the lanes of positive numbers, and after them their count."""
     for row in rows:
         x, y, count = input.row(row), output.row(row), 0
         zeros = language.splat(language.zero(input), 32)
@@ -287,7 +287,7 @@ def test_lanes_of_a_mask_come_one_by_one(dtype, device):
 def fetched_ahead(input, output, rows):
     for row in rows:
         x, y = input.row(row), output.row(row)
-        # Far outside: nothing is read.
+        # Far out of bounds: nothing is read.
         language.prefetch_vectors(x, 1 << 40, 16, 3)
         language.prefetch_vectors(input.data, -(1 << 40), 16, 3)
         language.store(y, 0, language.load_vector(x, 0, 4))

@@ -1,4 +1,4 @@
-"""A tile kernel makes an operator of a function over arrays."""
+"""A tile kernel makes an operator from a function over arrays."""
 
 import math
 
@@ -40,7 +40,7 @@ def scaled_norm_vectors(input, weight, eps, output, rows):
 
 
 def columns(input, sums, largest, tiles):
-    """Take columns as tiles, without contiguous rows, and return two results of several dtypes."""
+    """Take columns as tiles, without contiguous rows; return two results of different dtypes."""
     for column in tiles:
         total, maximum = language.zero(sums), language.cast(-math.inf, sums)
         for row in range(input.shape[0]):
@@ -51,7 +51,7 @@ def columns(input, sums, largest, tiles):
 
 
 def add_scalars(input, a, b, flag, count, rows):
-    """Add every kind of scalar, in place."""
+    """Add every kind of scalar in place."""
     for row in rows:
         x = input.row(row)
         for i in range(input.shape[-1]):
@@ -115,7 +115,7 @@ def norm_reference(input, weight, eps=1e-6):
 
 
 def check_norm(output, input, weight, dtype):
-    """Compare within the roundings of the sum, the root and two products, then of the dtype."""
+    """Allow the roundings of the sum, the root and two products, then of the dtype."""
     expected = norm_reference(input, weight)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     roundings = torch.finfo(dtype).eps / 2 + 8 * torch.finfo(computed).eps
@@ -123,7 +123,7 @@ def check_norm(output, input, weight, dtype):
     testing.spec.assert_within("norm", output.double(), expected, budget)
 
 
-# Where elements share memory nothing can be written.
+# Elements that share memory cannot be written.
 WRITABLE_LAYOUTS = [layout for layout in testing.LAYOUTS if layout is not testing.layouts.expanded]
 
 
@@ -155,7 +155,7 @@ def test_layouts(layout, device):
 
 @pytest.mark.parametrize("layout", WRITABLE_LAYOUTS, ids=lambda layout: layout.__name__)
 def test_rows_with_a_stride(layout, device):
-    """Without contiguous_rows a row follows its tensor; what lies between is not touched."""
+    """Without contiguous_rows, rows have the tensor's stride; gaps are not touched."""
     input = torch.randn(3, 4, 35)
     moved = testing.copy_with_layout(layout(input), device)
     memory = moved.untyped_storage()
@@ -169,7 +169,7 @@ def test_rows_with_a_stride(layout, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_with_any_strides(dtype, device):
-    """There are columns of a transposed matrix, and results with a stride."""
+    """Columns of a transposed matrix, and results with a stride."""
     input = (torch.arange(35) * 7 % 19 - 9).view(5, 7).to(dtype)
     for matrix in (input, input.T, input[::2, 1::3]):
         sums, largest = torch.ops.foo_tile.columns(testing.copy_with_layout(matrix, device))
@@ -211,7 +211,7 @@ def test_in_place_where_elements_share_memory(device):
 
 
 def test_in_place_where_another_input_shares_the_memory(device):
-    """The result is as if all inputs were read before anything is written."""
+    """The result is as if all inputs were read before the first write."""
     memory = torch.randn(5, 5)
     expected = torch.ops.foo_tile.norm(memory, memory[1])
     memory = memory.to(device)
@@ -258,7 +258,7 @@ def test_out(device):
 
 
 def test_out_that_overlaps_the_input_in_part(device):
-    """Rows are written before the next is read."""
+    """Each row is written before the next one is read."""
     rows = torch.randn(7, 50)
     memory = rows.clone().to(device)
     torch.ops.foo_tile.norm.out(memory[:-1], out=memory[1:])
@@ -273,7 +273,7 @@ def test_out_of_another_shape_under_the_fake_kernel(device):
 
 
 def test_results_whose_strides_follow_the_input(device):
-    """The fake kernel's answer is remembered for these strides, not for this shape."""
+    """The fake kernel's result is cached for these strides, not for this shape."""
     name = "foo_tile::copy_" + device
     library.define(f"{name}_like", "(Tensor input) -> Tensor")
     library.register_fake(f"{name}_like", torch.empty_like)
@@ -337,7 +337,7 @@ def test_compiled_for_dynamic_shapes(device):
 
 
 def test_fake_kernel_refuses_at_every_shape(device):
-    """It runs once for the same shapes, and what it refuses is refused again."""
+    """A known shape does not run it again, but a refused shape is refused again."""
     right, wrong = torch.ones(5, device=device), torch.ones(6, device=device)
     input = torch.ones(3, 5, device=device)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Tile kernels run beside other threads, and beside functions that check, refuse and finish."""
+"""Tile kernels run beside other threads, and with functions that check, refuse and finish."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def wait_for_flag(progress, flag, rows):
     for _ in rows:
         count = 0
-        # Some ten seconds at most. What is written makes LLVM read the flag anew.
+        # Ten seconds at most. The write forces LLVM to read the flag again.
         while flag[0] == 0 and count < 2**33:
             count += 1
             progress[0] = count
@@ -26,7 +26,7 @@ def wait_for_flag(progress, flag, rows):
 
 
 def test_kernels_run_without_the_gil(device):
-    """Another thread of Python goes on: it raises the flag when the kernel has begun."""
+    """Another Python thread runs: it raises the flag when the kernel has begun."""
     name = f"foo_tile::wait_{device}_"
     library.define(name, "(Tensor(a!) progress, Tensor flag) -> ()")
     library.register_fake(name, lambda progress, flag: None)
@@ -35,7 +35,7 @@ def test_kernels_run_without_the_gil(device):
     wait = getattr(torch.ops.foo_tile, f"wait_{device}_")
     progress = torch.zeros(2, dtype=torch.int64, device=device)
     flag = torch.ones(1, dtype=torch.int64, device=device)
-    # Compiled here.
+    # Compiles the kernel.
     wait(progress, flag)
     assert progress.tolist() == [0, 1]
     flag.zero_()
@@ -109,7 +109,7 @@ def test_refuse_that_raises_nothing():
 
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_a_negative_number_of_tiles(is_checked, device):
-    """It is no refusal: the differences of no elements have -1 of them."""
+    """Not a refusal: the differences of zero elements count -1 tiles."""
     name = f"differences_{is_checked}_{device[:3]}"
     library.define(f"foo_tile::{name}", "(Tensor input) -> Tensor")
     library.register_fake(

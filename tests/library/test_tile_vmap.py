@@ -1,4 +1,4 @@
-"""torch.vmap of tile kernels: by their rows in one call, else by a loop, never with a warning."""
+"""torch.vmap of tile kernels: by rows in one call, or by a loop, never with a warning."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ LARGEST = 8
 
 @pytest.fixture(autouse=True)
 def no_slow_path(capfd):
-    """PyTorch prints its warning: where it gives it, there is no Python to warn."""
+    """Fail on PyTorch's slow-path warning, which C++ prints without Python's warnings."""
     yield
     assert "performance drop" not in capfd.readouterr().err
 

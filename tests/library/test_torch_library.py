@@ -18,7 +18,7 @@ HANDED_THROUGH = ("fallthrough_kernel", "get_ctx", "infer_schema", "wrap_triton"
 
 @pytest.fixture
 def lib():
-    """Make a library for each test, which ends with it."""
+    """Provide a library per test, and destroy it afterwards."""
     lib = library.Library(f"foo_lib{next(serial)}", "DEF")
     yield lib
     lib._destroy()
@@ -127,7 +127,7 @@ def test_kernel_wherever_a_function_is_taken(lib, way, device):
     assert call(lib, "f")(x).tolist() == [3, 3]
     other = "foo" if device == "cpu" else "cpu"
     if device == "cpu":
-        # An operator without a kernel of its own on foo runs the CPU's.
+        # Without a kernel for foo, an operator runs the CPU's.
         assert call(lib, "f")(x.to(other)).tolist() == [3, 3]
     else:
         with pytest.raises(NotImplementedError, match="Could not run"):
@@ -200,7 +200,7 @@ def test_fake_kernel_of_a_c_operator_must_sit_in_its_module(monkeypatch):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         operator(input, False)
     lib._destroy()
-    # As if this were that module.
+    # Pretend that this module is the declared one.
     lib = library.Library("quantized", "FRAGMENT")
     monkeypatch.setitem(globals(), "__name__", declared)
     library.register_fake(operator, lambda input, inplace=False: torch.empty_like(input), lib=lib)
@@ -209,7 +209,7 @@ def test_fake_kernel_of_a_c_operator_must_sit_in_its_module(monkeypatch):
 
 
 def times(lib, device_types=("cpu", "foo")):
-    """Define x * factor with a gradient for x, and count what runs in Python."""
+    """Define x * factor with a gradient for x, and count the calls of its Python functions."""
     counts = {"setup": 0, "backward": 0}
     lib.define("times(Tensor x, *, float factor=2.0) -> Tensor")
     name = f"{lib.ns}::times"
@@ -280,7 +280,7 @@ def test_vmap(lib, device):
 
 @pytest.mark.parametrize("register", [torch.library.register_vmap, library.register_vmap])
 def test_a_rule_in_place_of_a_kernels(lib, device, register):
-    """The rule that comes with a kernel gives way in silence, whoever registers another."""
+    """Registering another rule replaces the kernel's own, without a warning."""
     lib.define("negative(Tensor input) -> Tensor")
     kernel = library.elementwise_kernel(lambda x: -x)
     library.register_kernel(f"{lib.ns}::negative", ("cpu", "foo"), kernel, lib=lib)
@@ -288,7 +288,7 @@ def test_a_rule_in_place_of_a_kernels(lib, device, register):
     assert torch.equal(torch.vmap(operator)(x), -x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.set_warn_always(True)  # PyTorch warns of a kernel that is replaced once in a process.
+        torch.set_warn_always(True)  # PyTorch warns only once per process about a replaced kernel.
         try:
             register(operator.name(), lambda info, dims, x: (operator(x) - 1, dims[0]), lib=lib)
         finally:
@@ -318,7 +318,7 @@ def test_infer_schema():
 
 
 def test_opcheck_gives_a_dict(lib, device):
-    """A wrong fake kernel is named, and the others go on."""
+    """A wrong fake kernel is reported, and the other checks run."""
     lib.define("f(Tensor x) -> Tensor")
     library.impl(f"{lib.ns}::f", ("cpu", "foo"), double, lib=lib)
     library.register_fake(f"{lib.ns}::f", lambda x: x.new_empty(x.shape[0] + 1), lib=lib)

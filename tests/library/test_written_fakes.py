@@ -1,4 +1,4 @@
-"""Fake kernels of operators that write: whose checks they make, and whose they do not."""
+"""Fake kernels of operators that write: which checks they make for the kernel."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def define(name, devices):
 
 
 def calls(operator, device):
-    """Call it with a tensor that is read and written, a real and a fake one."""
+    """Pass one tensor as both the read and the written argument, real and fake."""
     input = torch.ones(3, device=device)
     operator(input, input)
     assert input.eq(2).all()
@@ -50,7 +50,7 @@ def test_checks_end_with_the_kernel(device):
     library.define("foo_written_fakes::again_", SCHEMA)
     library.register_fake("foo_written_fakes::again_", lambda input, other: None)
     library.register_kernel("foo_written_fakes::again_", device, add_in_python)
-    # Not the operator from before: that one is gone.
+    # The checks belonged to the previous operator.
     calls(torch.ops.foo_written_fakes.again_.default, device)
 
 

@@ -97,7 +97,7 @@ ops = torch.ops.foo_written
 
 
 def refused(error, message, call, *tensors, memory=()):
-    """Call twice, since answers of fake kernels are remembered; nothing is written or resized."""
+    """Call twice, since fake results are cached; nothing may be written or resized."""
     watched = (*tensors, *memory)
     before = [(x.clone(), x.shape, x.stride()) for x in watched]
     for _ in range(2):
@@ -112,7 +112,7 @@ def refused(error, message, call, *tensors, memory=()):
 
 
 def refused_of_fakes(error, message, call, *tensors):
-    """Fake tensors of one storage tell what shares memory."""
+    """Fake tensors of one storage show which arguments share memory."""
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
         with pytest.raises(error, match=rf"\A{re.escape(message)}"):
@@ -130,7 +130,7 @@ def pair_of(operator):
 
 
 def test_rotary_embedding_in_place(device):
-    """It wrote rows beside its own."""
+    """Unchecked, it wrote rows beside its own."""
     memory = torch.arange(24.0, device=device).view(4, 6)
     tables = torch.zeros(1, 6, device=device), torch.ones(1, 6, device=device)
     refused(
@@ -191,7 +191,7 @@ def test_out_of_a_tile_kernel(device):
     input, weight = torch.randn(4, 3, device=device), torch.randn(3, device=device)
     expected, memory = input * weight, torch.zeros(5, 6, device=device)
     call = out_of(ops.scale)
-    # It resized a part of larger memory, and wrote what lies behind it.
+    # Unchecked, it resized a part of larger memory, and wrote behind it.
     message = (
         "scale: out must have shape [4, 3] as the result has, since it shares the memory that it "
         "lies in, got "
@@ -256,7 +256,7 @@ def test_elements_that_share_memory(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_elementwise_in_place_is_never_resized(dtype, device):
-    """Beside float32 a float16 was, and its neighbours were overwritten."""
+    """Unchecked, float16 beside float32 was resized, and its neighbours were overwritten."""
     memory = torch.zeros(20, dtype=dtype, device=device)
     y = torch.ones(2, 3, device=device)
     message = "output with shape [3] doesn't match the broadcast shape [2, 3]"
@@ -269,7 +269,7 @@ def test_elementwise_in_place_is_never_resized(dtype, device):
 
 
 def test_in_place_of_a_dtype_that_is_not_computed_is_not_resized(lib):
-    """Its own dtype is that of the results, and not the one that is computed in."""
+    """The operator's results are float32, although it computes in float64."""
     lib.define("narrow_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
     kernel = library.elementwise_kernel(
         lambda x, y: x + y, dtypes=(torch.float64,), result_type=torch.float32
@@ -284,7 +284,7 @@ def test_in_place_of_a_dtype_that_is_not_computed_is_not_resized(lib):
 def test_elementwise_out_of_another_shape(dtype, device):
     x, y = torch.randn(3, device=device), torch.randn(2, 3, device=device)
     call, memory = out_of(ops.add), torch.zeros(20, dtype=dtype, device=device)
-    # It was resized, and then read as an input.
+    # Unchecked, it was resized, and then read as an input.
     message = "output with shape [3] doesn't match the broadcast shape [2, 3]"
     refused(RuntimeError, message, call, x, y, x)
     message = (
@@ -313,7 +313,7 @@ def test_elementwise_outs_that_share_memory(dtype, device):
 
 
 def test_elementwise_input_that_overlaps_the_output(device):
-    """TensorIterator does not look into slices of a tensor with a step."""
+    """TensorIterator does not compare slices with a step."""
     memory = torch.arange(10.0, device=device)
     message = "unsupported operation: some elements of the input tensor and the written-to tensor"
     refused(RuntimeError, message, ops.add_, memory[2::2], memory[:8:2], memory=[memory])
@@ -323,7 +323,7 @@ def test_elementwise_input_that_overlaps_the_output(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_elementwise_out_on_another_device(dtype):
-    """It was filled where its dtype was not that of the result."""
+    """Unchecked, it was filled if its dtype differed from the result's."""
     x = torch.ones(3, device="foo")
     for own, out in ((x, torch.zeros(3, dtype=dtype)), (x.cpu(), torch.zeros(3, device="foo"))):
         check_devices(out_of(ops.add), own, own, out.to(dtype))

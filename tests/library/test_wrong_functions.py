@@ -1,4 +1,4 @@
-"""Arguments of the kit that no kernel can be made of are refused where they are given."""
+"""The kit refuses arguments that cannot make a kernel, where they are given."""
 
 import functools
 import math

@@ -88,7 +88,7 @@ def test_floats_lose_their_sign_and_nothing_else(dtype, device):
 @pytest.mark.parametrize(("dtype", "part"), COMPLEX_TYPES.items(), ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_modulus_of_all_magnitudes(dtype, part, device):
-    """Squares overflow and vanish; the hypot of libm in float64 is the reference."""
+    """Squares overflow and underflow here; the reference is libm's hypot in float64."""
     info = torch.finfo(part)
     smallest = info.smallest_normal * info.eps
     magnitudes = [0.0, smallest, 3 * smallest, info.tiny, 1e3 * info.tiny, math.sqrt(info.tiny)]
@@ -144,7 +144,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_format_is_that_of_torch(name, device):
-    """Values and strides are torch's, and the fake kernel gives the same strides."""
+    """Values and strides equal torch's, and the fake kernel gives the same strides."""
     x = MEMORY[name]
     expected = torch.abs(x)
     with_layout = x.to(device) if name.startswith(("con", "chan", "empty")) else None
@@ -177,7 +177,7 @@ layouts = strategies.lists(strategies.integers(0, 6), max_size=5).flatmap(
     device_type=strategies.sampled_from(["cpu", "foo"]),
 )
 def test_any_shape_and_strides(layout, dtype, device_type):
-    """Permuted dimensions, steps and an offset work as with torch's own operators."""
+    """Permuted dimensions, steps and offsets work as with torch's own operators."""
     shape, order, steps, offset = layout
     sizes = [size * step for size, step in zip(shape, steps)]
     whole = torch.arange(-offset, math.prod(sizes), dtype=torch.float32).mul(-1).to(dtype)
@@ -243,7 +243,7 @@ def test_out_is_returned_and_its_memory_is_used(device):
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3), (6, 2)])
 def test_out_is_resized(shape, device, capfd):
-    """It warns as torch does if it held something: until torch 2.13 torch.ops prints it."""
+    """A non-empty `out` brings torch's warning, which torch.ops prints until torch 2.13."""
     x = torch.randn(4, 5, device=device)
     out = torch.empty(shape, device=device)
     warned = out.numel() > 0

@@ -1,4 +1,4 @@
-"""Where a composite computes an operator, as in forward mode, it refuses what the operator does."""
+"""Composites, as run in forward mode, refuse the arguments that their operator refuses."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_recorded_calls_under_autocast(dtype, device):
         return [linear(y, of, activation="silu"), silu_mul(y, of, of)]
 
     with torch.autocast(device, dtype=dtype):
-        # As an earlier layer gives it.
+        # Such as the output of an earlier layer.
         y = linear(x, weight)
         found = outputs(y, weight)
         with torch.no_grad():
@@ -135,7 +135,7 @@ def test_recorded_calls_under_autocast(dtype, device):
     for one, other in zip(found, plain):
         assert one.dtype == dtype
         exact = other.double().cpu()
-        # What is recorded rounds each product once more.
+        # Recorded operators round each product once more.
         bound = 4 * torch.finfo(dtype).eps * float(exact.abs().max())
         torch.testing.assert_close(one.double().cpu(), exact, rtol=0, atol=bound)
     sum(it.float().sum() for it in found).backward()
@@ -146,7 +146,7 @@ def test_recorded_calls_under_autocast(dtype, device):
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
 @pytest.mark.parametrize("reduction", ["mean", "none", "sum"])
 def test_losses_of_single_rows_are_mapped(mapped, reduction):
-    """Per-sample gradients; of a row the target has no dimensions."""
+    """Per-sample gradients; the target of a single row has no dimensions."""
     target = torch.tensor([0, 5, -100, 3])
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def pushed(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_graphs_of_any_size():
-    """The arguments are looked at while sizes are symbols."""
+    """Arguments are checked while sizes are symbols."""
     compiled = torch.compile(pushed, dynamic=True, fullgraph=True, backend="aot_eager")
     for rows in (3, 5):
         x = torch.randn(rows, 8)

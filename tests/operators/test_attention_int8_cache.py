@@ -1,4 +1,4 @@
-"""foo::attention_int8_cache: what it refuses, what it does not read, and how caches are made."""
+"""foo::attention_int8_cache: errors, memory that it must not read, and how caches are made."""
 
 import re
 
@@ -14,7 +14,7 @@ PAGED = {"key": (6, 3, 2, 4), "value": (6, 3, 2, 5)}
 
 
 def arguments(shapes=DENSE, device="cpu", **changes):
-    """Return arguments that fit, but for the changes."""
+    """Return valid arguments, with some replaced."""
     given = {"query": torch.randn(2, 4, 1, 4, device=device)}
     for name, shape in shapes.items():
         given[name] = torch.ones(shape, dtype=torch.int8, device=device)
@@ -149,7 +149,7 @@ def test_mixed_devices():
 
 @pytest.mark.parametrize("shapes", [DENSE, PAGED], ids=["dense", "paged"])
 def test_what_is_not_in_use_is_not_read(shapes, device):
-    """Neither the places of a cache that are free, nor pages of nobody."""
+    """Neither free places of a cache nor pages that no sequence owns."""
     used = integers(4, 2).to(device)
     given = arguments(shapes, device, seqused_k=used)
     expected = foo_ops.attention_int8_cache(**given)
@@ -204,7 +204,7 @@ def test_quantize_cache(dtype, device):
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decoding(dtype, is_paged, device):
-    """A cache is filled step by step with cache_append, and read in each of them."""
+    """A cache is filled step by step with cache_append, and read after each step."""
     torch.manual_seed(0)
     batch, heads, room, dim = 2, 2, 12, 16
     shape = (6, 4, heads) if is_paged else (batch, heads, room)

@@ -1,4 +1,4 @@
-"""foo::cache_append writes what it is given where it is told, or refuses and writes nothing."""
+"""foo::cache_append writes the given rows at the given places, or refuses and writes nothing."""
 
 import re
 
@@ -17,7 +17,7 @@ PAGED |= {"value": (2, 3, 3, 5)}
 
 
 def arguments(shapes=DENSE, device="cpu", **changes):
-    """Return arguments that fit, but for the changes."""
+    """Return valid arguments, with some replaced."""
     given = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
     given["key_cache"].zero_()
     given["value_cache"].zero_()
@@ -152,7 +152,7 @@ def test_errors_of_fake_tensors(name):
 
 
 def sharing():
-    """Return changes to arguments that let caches share memory, and what is said of them."""
+    """Return, by name, argument changes that make caches share memory, and the error message."""
     cache, wide, elements = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 6), torch.zeros(100)
     value = {"value": torch.ones(2, 3, 2, 4)}
     apart = (
@@ -228,7 +228,7 @@ def test_errors_of_block_tables(table, error, message):
 
 
 def test_empty_pages():
-    """Nothing is looked up where nothing is written."""
+    """The block table is not read when nothing is written."""
     given = arguments(PAGED, block_table=torch.empty(2, 0, dtype=torch.int64))
     for name in ("key", "value"):
         given[name] = given[name][:, :0]
@@ -240,7 +240,7 @@ def test_empty_pages():
 
 
 def test_processes_can_have_heads_each():
-    """On DTensors caches are cut along heads, and without pages along the batch."""
+    """On DTensors, caches are sharded along heads, and without pages along the batch."""
     program = """
 import torch, foo_ops, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

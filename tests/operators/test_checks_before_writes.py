@@ -1,9 +1,9 @@
-"""Every overload of every operator refuses its arguments and writes nothing, or it is right.
+"""Every overload of every operator writes a correct result, or refuses and writes nothing.
 
-Arguments that fit get up to two faults: another shape, dtype, device or layout, elements that share
-memory, with each other or with those of another argument. Each tensor lies between fences. Either
-the call raises an error that says what is wrong, and not a byte has changed; or what is written is
-what the functional operator returns for copies, and all other bytes are as they were.
+Valid arguments get up to two faults: another shape, dtype, device or layout, or elements that share
+memory with each other or with another argument. Each tensor lies between fences. Either the call
+raises an error that says what is wrong, and no byte has changed; or the written tensors equal the
+results of the functional operator on copies, and all other bytes are unchanged.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FENCE = 64
 PATTERN = 0xA5
 OTHER_DTYPES = (torch.float16, torch.float64, torch.int64, torch.bool)
-# Torch's own messages are about these.
+# Subjects of torch's own error messages.
 TORCH_WORDS = "size of tensor|output with shape|same device|written-to tensor|too many CPU scalars"
 
 
@@ -101,7 +101,7 @@ KIT = {
 
 
 def samples():
-    """Return makers of arguments that fit, by the names of functional operators."""
+    """Return makers of valid arguments, by the name of the functional operator."""
     found = {f"foo_property::{name}": maker for name, maker in KIT.items()}
     for spec in testing.OPERATORS:
         if not spec.mutates:
@@ -118,7 +118,7 @@ SAMPLES = samples()
 
 
 def overloads_of(name):
-    """Return the functional operator, and the in-place and out variants that it has."""
+    """Return the functional operator and its in-place and out variants."""
     namespace, _, packet = name.partition("::")
     namespace = getattr(torch.ops, namespace)
     found = [getattr(namespace, packet).default]
@@ -144,11 +144,11 @@ class Memory:
         return cls(torch.full((size,), PATTERN, dtype=torch.uint8, device=device))
 
     def place(self, tensor, strides, offset=0):
-        """Copy a tensor to so many bytes behind the fence."""
+        """Copy a tensor to ``offset`` bytes after the fence."""
         view = torch.empty(0, dtype=tensor.dtype, device=self.buffer.device)
         start = (FENCE + offset) // tensor.element_size()
         view.set_(self.buffer.untyped_storage(), start, tensor.shape, strides)
-        # Elements that share memory take the value of the last.
+        # Elements that share memory get the last of their values.
         flat = tensor.reshape(-1)
         places = torch.zeros(tensor.shape, dtype=torch.int64)
         for dim, stride in enumerate(strides):
@@ -173,12 +173,12 @@ def span(shape, strides):
 
 @dataclasses.dataclass
 class Argument:
-    """A tensor to be made: its contents, and where it is to lie."""
+    """A tensor to make: its contents and its place in memory."""
 
     value: torch.Tensor
     device: str
     strides: tuple[int, ...]
-    # The argument in whose memory it lies, and how many elements behind its first.
+    # The argument whose memory holds this one, and the offset in elements from its start.
     inside: int | None = None
     behind: int = 0
 
@@ -231,7 +231,7 @@ FAULTS = {"shape", "dtype", "device", "expanded", "windows", "transposed", "over
 
 
 def made(arguments):
-    """Make the tensors, and the memory that they lie in."""
+    """Make the tensors and their memory."""
     roots = [i if a.inside is None else a.inside for i, a in enumerate(arguments)]
     sizes = dict.fromkeys(roots, 0)
     for root, a in zip(roots, arguments):
@@ -249,7 +249,7 @@ def made(arguments):
 
 
 def refusal_of(operator, *args, **kwargs):
-    """Return the message of a call that is refused."""
+    """Return the error message of a refused call."""
     try:
         operator(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError) as error:
@@ -261,7 +261,7 @@ def refusal_of(operator, *args, **kwargs):
 def calls(draw):
     name = draw(strategies.sampled_from(sorted(SAMPLES)))
     functional, *variants = overloads_of(name)
-    # Only operators that write matter here.
+    # Draw variants twice as often: only operators that write matter here.
     operator = draw(strategies.sampled_from([functional, *variants, *variants]))
     torch.manual_seed(draw(strategies.integers(0, 3)))
     device = draw(strategies.sampled_from(["cpu", "foo:0"]))

@@ -1,4 +1,4 @@
-"""Tensors of integers are read once: another thread may rewrite them after the checks."""
+"""Integer tensors are read once: another thread may rewrite them after the checks."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ def picked_when_told(input, index, progress, flag, output, tiles):
         count = 0
         while flag[0] == 0 and count < 2**33:
             count += 1
-            # A write makes LLVM read the flag anew.
+            # The write forces LLVM to read the flag again.
             progress[0] = count
         for i in range(index.size):
             output[i] = input[index[i]]
@@ -65,7 +65,7 @@ def test_a_tile_kernel_uses_the_numbers_that_it_checked(name, step, device):
         flag.fill_(1)
 
     operator = getattr(torch.ops.foo_once, name)
-    # Compiled here.
+    # Compiles the kernel.
     operator(input, index, torch.zeros_like(progress), torch.ones_like(flag))
     thread = threading.Thread(target=rewrite)
     thread.start()
@@ -83,7 +83,7 @@ def test_refuse_gets_the_numbers_that_were_checked(device):
             torch.ops.foo_once.pick(input, strided, progress, flag)
 
 
-# Another thread rewrites what the operator checks, and autograd's counts of versions miss it.
+# Another thread rewrites a tensor that the operator checks, without a new version for autograd.
 PROGRAM = """
 import ctypes, sys, threading, time
 import numpy, torch, foo_ops
@@ -135,7 +135,7 @@ assert done > 0 and refused > 0, (done, refused)
 """
 
 
-# The lists of blocks, which are read before any work, and once more for the gradients.
+# Here it rewrites the lists of blocks, which are read before any work, and again for gradients.
 BLOCKS_PROGRAM = """
 import ctypes, sys, threading, time
 import numpy, torch, foo_ops
@@ -189,6 +189,6 @@ def test_flex_attention_while_another_thread_rewrites_its_lists_of_blocks(device
 
 
 def test_attention_varlen_while_another_thread_rewrites_its_lengths_and_blocks(device):
-    """It read anywhere within seconds, and crashed."""
+    """An operator that read the tensors twice crashed here within seconds."""
     result = python(PROGRAM, device)
     assert result.returncode == 0, result.stderr

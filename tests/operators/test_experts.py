@@ -88,7 +88,9 @@ def test_errors(name, value, kind, message):
 
 def test_alpha_is_of_silu():
     given = arguments(activation="gelu", alpha=1.5)
-    refused(foo_ops.moe_experts, ValueError, "moe_experts: alpha must be 1 for gelu, got 1.5", given)
+    refused(
+        foo_ops.moe_experts, ValueError, "moe_experts: alpha must be 1 for gelu, got 1.5", given
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -118,7 +120,7 @@ def test_experts_that_nobody_chose_are_not_read():
 
 
 def test_choices_of_no_expert():
-    """They add nothing, and neither they nor their weights have gradients, also if these are NaN."""
+    """They add nothing and have no gradients, even with weights that are NaN."""
     given = arguments()
     given["expert_index"][:, 1] = EXPERTS
     given["expert_weight"][:, 1] = torch.nan

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts every operator of foo's and the elementwise operators of a user."""
+"""FlopCounterMode counts all of foo's operators and a user's elementwise operators."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import foo_ops
 from foo_ops import library
 
-# They make numbers of integers, and copy.
+# Operators that only draw random numbers from integers, or copy.
 NOT_COUNTED = {"foo::attention_dropout_mask", "foo::cache_append"}
 
 
@@ -20,7 +20,7 @@ def flops(function, *arguments, **keywords):
 
 
 def count(function, *arguments, **keywords):
-    """Count a call, and its backward pass."""
+    """Count the operations of a call and of its backward pass."""
     forward, result = flops(function, *arguments, **keywords)
     results = (result,) if isinstance(result, torch.Tensor) else result
     loss = sum(result.sum() for result in results)
@@ -35,7 +35,7 @@ def test_every_operator_counts():
 
 
 def is_ours(schema):
-    """Return whether it is no operator of torch's tests, which have the same namespace."""
+    """Exclude operators of torch's own tests, which share the namespace."""
     return schema.name.startswith("foo::") and "custom_autograd_fn" not in schema.name
 
 
@@ -72,7 +72,7 @@ def test_the_loss_of_a_layer_counts_products(device):
     product = 2 * (3 * 5 * 7)
     for needed in ((True, True), (True, False), (False, True)):
         tensors = [it.requires_grad_(is_) for it, is_ in zip((hidden, weight), needed)]
-        # The logits' exponentials are kept, but with a soft cap.
+        # Exponentials of the logits are kept, except with a soft cap.
         found = count(foo_ops.linear_cross_entropy, *tensors, target)
         assert found == (product, sum(needed) * product)
         found = count(foo_ops.linear_cross_entropy, *tensors, target, softcap=1.0)
@@ -80,7 +80,7 @@ def test_the_loss_of_a_layer_counts_products(device):
 
 
 def test_flex_attention_counts_products_and_no_mask(device):
-    """Two products of matrices, and five for the gradients, whatever a function hides."""
+    """Two matrix products forward and five for the gradients, whatever a mask hides."""
     query, key = (torch.randn(2, 4, size, 8, device=device) for size in (5, 7))
     query.requires_grad_()
     value = torch.randn(2, 4, 7, 6, device=device)

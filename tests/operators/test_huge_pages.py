@@ -1,4 +1,4 @@
-"""Large results lie in huge pages, so that the first touch of their memory costs little."""
+"""Large results use huge pages, so that the first touch of their memory costs little."""
 
 import functools
 import mmap
@@ -13,7 +13,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 pytestmark = pytest.mark.skipif(not SETTING.exists(), reason="the system has no huge pages")
 
-# The C library takes more than 32 MB anew from the system, which then has had no advice.
+# The C library allocates more than 32 MB by a new mapping, which has no advice yet.
 ELEMENTS = 9 << 20
 ROWS, WIDTH = ELEMENTS >> 10, 1 << 10
 HEAD, ONE_KEY = (1, 1, ELEMENTS >> 6, 64), torch.ones(1, 1, 1, 64)
@@ -90,7 +90,7 @@ RESULTS = {
 
 
 def advice(address):
-    """Return the flags of the mapping that an address lies in."""
+    """Return the flags of the mapping that contains an address."""
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *_ = line.split(maxsplit=1)
@@ -120,7 +120,7 @@ def test_large_results_ask_for_huge_pages(name):
 
 
 def test_given_results_get_no_advice():
-    # A mapping of its own: memory that had another result before may have its advice.
+    # A new mapping: memory of an earlier result may still have that result's advice.
     memory = mmap.mmap(-1, 4 * ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     out = torch.frombuffer(memory, dtype=torch.float32)
     torch.ops.foo.abs.out(torch.ones(ELEMENTS), out=out)

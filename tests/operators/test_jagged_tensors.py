@@ -1,4 +1,4 @@
-"""Jagged nested tensors: operators of rows compute all parts in one call, with gradients."""
+"""Jagged nested tensors: row operators compute all parts in one call, with gradients."""
 
 import re
 
@@ -51,7 +51,7 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
 
 def nested(values):
-    """Nest rows of a tensor, which is differentiated through it."""
+    """Make a nested tensor of ``values``, to which gradients flow back."""
     offsets = torch.tensor([0, *LENGTHS], device=values.device).cumsum(0)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
@@ -163,7 +163,7 @@ def test_compiled_graphs_take_nested_inputs():
 
 
 def with_holes(values):
-    """Nest two parts of nine rows, none of which has the first, the fourth and the last."""
+    """Nest two parts of nine rows; the first, fourth and last row belong to neither part."""
     offsets, lengths = torch.tensor([1, 4, 9]), torch.tensor([2, 4])
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
 

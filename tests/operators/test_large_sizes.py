@@ -1,7 +1,7 @@
 """Sizes and offsets beyond 2^31 and 2^63: right, or refused with one error.
 
-Memory is mapped and never touched but for a few pages, so that tensors may be as far apart in it as
-tensors of terabytes are.
+Memory is mapped but hardly touched, so that tensors may be as far apart in it as in tensors of
+terabytes.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.testing import OPERATORS
 
 FAR = 2**31 + 64
-"""Elements from one row to the next: in bytes, and as a number, beyond 32 bits."""
+"""Elements from one row to the next: beyond 32 bits in bytes and in elements."""
 MAP_NORESERVE = 0x4000
 
 
 def untouched(elements, dtype):
-    """Return so many zeros, which take no memory until they are written."""
+    """Return ``elements`` zeros, which take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
@@ -36,7 +36,7 @@ def untouched(elements, dtype):
 
 
 def spread(tensor):
-    """Lay the largest parts of a tensor far apart in memory."""
+    """Place the slices of a tensor's first dimension far apart in memory."""
     dimension = next((i for i, size in enumerate(tensor.shape) if size > 1), None)
     if dimension is None or 0 in tensor.shape:
         return tensor.clone()
@@ -49,7 +49,7 @@ def spread(tensor):
 
 @pytest.mark.parametrize("spec", [it for it in OPERATORS if it.functional is None], ids=str)
 def test_parts_that_are_far_apart(spec):
-    """Inputs are read, and those that an operator writes are written, wherever they lie."""
+    """Operators read their inputs and write their arguments, however far apart the parts are."""
     for name in spec.essential:
         torch.manual_seed(0)
         near = spec.samples[name](torch.float32)
@@ -63,7 +63,7 @@ def test_parts_that_are_far_apart(spec):
 
 
 def fields_of(name):
-    """Return the offset of each field of a struct of C++, those of a product among them."""
+    """Return the offsets of a C++ struct's fields, including those of a nested product."""
     found = {}
     for field, type_, offset in _C.agreement()["structs"][name]:
         inner = fields_of(type_) if type_ == "Product" else {field: 0}
@@ -98,7 +98,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_last_block_of_a_large_product(kernel):
-    """Rows x outputs, weights in bytes and input in elements are each beyond 2^32."""
+    """Rows times outputs, weights in bytes, and input elements each exceed 2^32."""
     rows, stored = KERNELS[kernel]
     depth, outputs, columns = 2**17, 2**17, 48
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_the_last_block_of_a_large_product(kernel):
 
 
 def test_a_layer_of_more_than_two_gigabytes():
-    """One row times a weight of 2^31 bytes and more, of which the last rows are not zero."""
+    """One row times a weight of more than 2^31 bytes, in which only the last rows are not zero."""
     depth, outputs = 2**16, 2**15 + 8
     weight = untouched(outputs * depth, torch.int8).view(outputs, depth)
     weight[-3:] = torch.randint(-127, 128, (3, depth), dtype=torch.int8)
@@ -186,7 +186,7 @@ RIGHT = {
 
 
 def call_by_name(name, device, *sizes):
-    """Call an operator with tensors of sizes, each followed by its dtype where that is another."""
+    """Call an operator with empty tensors of the given sizes, each with a dtype if not float32."""
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -220,7 +220,7 @@ SIZES = {
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("case", RIGHT, ids=lambda it: it if isinstance(it, str) else it.__name__)
 def test_sizes_without_memory(case, device):
-    """Results have their shapes at once, however large, also where scores have more than 2^63."""
+    """Fakes return at once, however large the results, even with more than 2^63 scores."""
     start = time.monotonic()
     with FakeTensorMode():
         results = call_by_name(case, device, *SIZES[case]) if case in SIZES else case(device)
@@ -234,7 +234,7 @@ def test_sizes_without_memory(case, device):
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_results_that_no_address_reaches(name, device):
-    """PyTorch's own error says the sizes of a result of more than 2^63 bytes."""
+    """PyTorch's own error gives the sizes of a result of more than 2^63 bytes."""
     sizes = (2**32, 2**31)
     with FakeTensorMode(), pytest.raises(RuntimeError) as caught:
         call_by_name(name, device, *sizes)

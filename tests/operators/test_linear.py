@@ -1,6 +1,6 @@
-"""foo::linear: sizes around those of its blocks, memory of any form, errors, and what it keeps.
+"""foo::linear: sizes around those of its blocks, layouts of memory, errors, and saved tensors.
 
-What holds for every operator is in test_matrix.py.
+Properties of every operator are tested in test_matrix.py.
 """
 
 import contextlib
@@ -313,7 +313,7 @@ def test_devices_are_not_mixed():
         foo_ops.linear(zeros(2, 3), zeros(4, 3, device="foo"))
 
 
-# Calls each kernel with fences between the regions of its scratch memory, and looks at them.
+# Calls each kernel with fences between the regions of its scratch memory, and checks them.
 FENCED = """
 import ctypes, importlib, sys
 import numpy as np

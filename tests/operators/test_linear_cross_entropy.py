@@ -1,6 +1,6 @@
 """foo::linear_cross_entropy: sizes around blocks and chunks, memory, targets, and errors.
 
-What holds for every operator is in test_matrix.py.
+Properties of every operator are tested in test_matrix.py.
 """
 
 import functools
@@ -29,7 +29,7 @@ def draw(rows, width, classes, dtype=torch.float32, device="cpu"):
 
 
 SHAPES = [(31, 63, 255), (32, 64, 257), (241, 127, 511), (257, 33, 2049), (513, 9, 63)]
-# Its gradients in float64, and how they spread, take half a gigabyte.
+# The float64 gradients and their scale need half a gigabyte.
 LARGE = (3, 513, 16_385)
 
 
@@ -71,16 +71,16 @@ def peak_of(function):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_does_not_grow_with_the_logits(dtype):
-    """Beside the gradients: the chunk, and sums of hidden's gradient. Logits would have 65 MB.
+    """Besides the gradients: a chunk, and sums of hidden's gradient. Logits would need 65 MB.
 
-    Between the passes exponentials are kept, as many as weight has elements.
+    Between the passes, as many exponentials are kept as the weight has elements.
     """
     rows, width, classes = 256, 16, 64_000
     hidden, weight, target, _ = draw(rows, width, classes, dtype, "foo")
     hidden.requires_grad_()
     weight.requires_grad_()
     peak, loss = peak_of(lambda: foo_ops.linear_cross_entropy(hidden, weight, target))
-    # Three numbers for each row and each of at most 64 splits of the classes.
+    # Three numbers per row and split of the classes, of which there are at most 64.
     statistics = 3 * 64 * rows * 4 + 2**14
     bases = 4 * width * (classes // 256)
     assert peak <= statistics + weight.nbytes + bases
@@ -113,7 +113,7 @@ def test_gradients_of_what_requires_one_alone(needed, device):
 
 
 def test_gradients_of_float16_may_be_smaller_than_its_numbers():
-    """Those of logits are 1e-9 here, and the least number of float16 is 6e-8."""
+    """Gradients of the logits are 1e-9 here; the smallest float16 is 6e-8."""
     rows, classes = 1000, 4000
     hidden, weight = torch.ones(rows, 1).half(), torch.zeros(classes, 1).half().requires_grad_()
     target = torch.zeros(rows, dtype=torch.int64)
@@ -170,7 +170,7 @@ def test_logsumexp_on_request():
 @pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("places", [(2,), (30, 590), (599,)], ids=str)
 def test_a_row_with_an_infinite_logit(places, records, smoothing, device):
-    """As in torch, it has neither a loss nor gradients, whether or not exponentials are kept."""
+    """As in torch, the row has neither loss nor gradients, with kept exponentials or without."""
     hidden, weight, target, _ = draw(40, 3, 600, torch.float64)
     # All other logits of the row are -inf.
     hidden[1, 0], hidden[39, 0], weight[:, 0] = torch.inf, torch.inf, -1.0
@@ -192,7 +192,7 @@ def test_a_row_with_an_infinite_logit(places, records, smoothing, device):
 
 
 def test_a_row_with_infinity_and_nan():
-    """No infinity hides a NaN, wherever the two are."""
+    """An infinity does not hide a NaN, wherever the two are."""
     hidden, weight = torch.ones(1, 1), torch.zeros(600, 1)
     for first, second in ((3, 5), (5, 3), (3, 500), (500, 3)):
         bias = torch.zeros(600)
@@ -209,7 +209,7 @@ def test_each_element_of_a_map_has_a_mean_of_its_own(in_dims, reduction, device)
     target[:2], target[5] = -100, -100
     inputs = [hidden.view(3, 4, 5), weight.expand(3, 6, 5) * torch.ones_like(weight)]
     inputs.append(target.view(3, 4))
-    # What is not mapped is the first of three.
+    # Arguments that are not mapped are the first of three.
     inputs = [it[0] if d is None else it.movedim(0, d) for it, d in zip(inputs, in_dims)]
     found = torch.vmap(function, in_dims)(*inputs)
     for index in range(3):
@@ -237,7 +237,7 @@ def test_refuses_targets_that_are_no_classes(wrong, device):
     )
     with pytest.raises(IndexError, match=rf"\A{re.escape(message)}\Z"):
         foo_ops.linear_cross_entropy(hidden, weight, target)
-    # That one may be ignored, which no other is.
+    # A class out of range is valid only as ignore_index.
     foo_ops.linear_cross_entropy(hidden, weight, target, ignore_index=wrong).backward()
     message = message.replace("entropy:", "entropy_backward:")
     per_row = torch.zeros(3, device=device)

@@ -1,10 +1,10 @@
-"""foo::linear_cross_entropy: its kernels write to their scratch memory and to nothing else."""
+"""foo::linear_cross_entropy: kernels write only to their own scratch memory."""
 
 import pytest
 from support.parts import whole
 from support.processes import run
 
-# Calls each kernel with fences between the regions of its scratch memory, and looks at them.
+# Calls each kernel with fences between the regions of its scratch memory, and checks them.
 FENCED = """
 import ctypes, struct, sys
 import numpy as np

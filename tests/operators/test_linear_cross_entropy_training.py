@@ -1,4 +1,4 @@
-"""foo::linear_cross_entropy_training: exponentials that are kept for the gradients."""
+"""foo::linear_cross_entropy_training: exponentials kept for the gradients."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from foo_ops.testing import (
     cotangents_for,
     random,
 )
-from foo_ops.testing.specs.linear_cross_entropy import gradient_budget
+from foo_ops.testing.specs.cross_entropy import gradient_budget
 
 PLAIN = torch.ops.foo.linear_cross_entropy.default
 TRAINING = torch.ops.foo.linear_cross_entropy_training.default
@@ -39,7 +39,7 @@ def draw(rows, width, classes, dtype=torch.float32, device="cpu"):
 
 
 def check(sample, dtype, device):
-    """Compare loss, statistics and gradients of the operator that keeps with the reference."""
+    """Compare loss, statistics and gradients of the training operator with the reference."""
     own = sample.to(device).requiring_grad()
     outputs = own.call(TRAINING)[:3]
     cotangents = cotangents_for(outputs)
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_reference(name, dtype, device):
     check(SPEC.samples[name](dtype), dtype, device)
 
 
-# Its gradients in float64, and how they spread, take half a gigabyte.
+# The float64 gradients and their scale need half a gigabyte.
 LARGE = (3, 513, 16_385)
 
 
@@ -66,13 +66,13 @@ LARGE = (3, 513, 16_385)
 )
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_sizes_around_those_of_blocks(dtype, shapes):
-    """Of some of these samples a part of the rows is kept, of one whole bands and others."""
+    """Some of these samples keep part of the rows, others whole bands."""
     for shape in shapes:
         check(Sample(tuple(draw(*shape, dtype)), {"label_smoothing": 0.1}), dtype, "cpu")
 
 
 def test_an_infinite_logit(device):
-    """Nothing is a number, as where logits are computed anew."""
+    """All results are NaN, as where the backward pass recomputes the logits."""
     hidden, weight, target, bias = draw(8, 8, 300, device=device)
     bias[270] = torch.inf
     tensors = [it.requires_grad_() for it in (hidden, weight, bias)]
@@ -87,7 +87,7 @@ def test_an_infinite_logit(device):
 
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_what_is_kept(dtype, device):
-    """Exponentials of as many rows as hidden has columns: exp(logit - base), at most 1."""
+    """Exponentials for as many rows as hidden has columns: exp(logit - base), at most 1."""
     hidden, weight, target, bias = draw(50, 37, 700, dtype, device)
     *loss, exponentials, bases = TRAINING(hidden, weight, target, bias)
     for found, expected in zip(loss, PLAIN(hidden, weight, target, bias)):
@@ -191,7 +191,7 @@ def test_autocast(device):
 
 
 def test_a_graph_is_differentiated_twice():
-    """What was kept is not written to."""
+    """The backward pass does not write to the kept exponentials."""
     hidden, weight, target, _ = draw(9, 8, 300)
     tensors = [it.requires_grad_() for it in (hidden, weight)]
     loss = foo_ops.linear_cross_entropy(*tensors, target)

@@ -1,4 +1,4 @@
-"""What linear layers compute in training, and what they do not compute again."""
+"""Operators that linear layers run in training, and products that they do not compute twice."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import foo_ops
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the names of foo's operators that are called."""
+    """Records the names of foo's operators that are called."""
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", None])
 def test_products_of_training_are_not_computed_again_for_gradients(activation):
-    """What finishes in one pass without gradients is two steps with them, which save the sums."""
+    """Without gradients one pass computes all; with them, two steps save the sums for backward."""
     input, *weights = (torch.randn(5, 7, requires_grad=True) for _ in range(3))
 
     def run():

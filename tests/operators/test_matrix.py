@@ -25,5 +25,5 @@ def test_operator(operator_check):
 
 @pytest.mark.operators(*ONE_OF_EACH_FAMILY, checks=["compiled_for_layouts"], quick=False)
 def test_inductor(operator_check):
-    """``make test`` traces all operators, and has C++ made for these."""
+    """``make test`` traces all operators, and compiles only these with Inductor."""
     operator_check()

@@ -1,6 +1,6 @@
-"""The operators that models need beside attention have options and errors of their own.
+"""Options and errors of the operators that models need besides attention.
 
-What holds for every operator is in test_matrix.py.
+Properties of every operator are tested in test_matrix.py.
 """
 
 import re
@@ -187,7 +187,7 @@ def test_elementwise_operators_refuse_mixed_devices_as_torch_does(is_fake):
     )
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
         foo_ops.silu_mul(gate, up)
-    # A tensor without dimensions may stay where it is.
+    # A tensor without dimensions may stay on its device.
     for result in (foo_ops.silu_mul(gate, scale), foo_ops.silu_mul(scale, gate)):
         assert result.device == gate.device
 
@@ -202,7 +202,7 @@ def test_refuses_targets_that_are_no_classes(wrong, device):
     message = f"softmax_cross_entropy: target must be {ranges}, got {wrong}"
     with pytest.raises(IndexError, match=rf"\A{re.escape(message)}\Z"):
         foo_ops.softmax_cross_entropy(logits, target)
-    # That one may be ignored, which no other is.
+    # A class out of range is valid only as ignore_index.
     foo_ops.softmax_cross_entropy(logits, target, ignore_index=wrong).backward()
     per_row = torch.zeros(2, 3, device=device)
     message = message.replace("entropy:", "entropy_backward:")
@@ -225,7 +225,7 @@ def test_reductions_are_those_of_torch(reduction, options):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("places", [(0,), (2,), (0, 2), (1499,), (2, 1499)], ids=str)
 def test_an_infinite_logit(places, smoothing, device):
-    """As in torch, its row has neither a loss nor a gradient, whatever the target."""
+    """As in torch, the row has neither loss nor gradient, whatever the target."""
     logits = torch.randn(3, 1500, dtype=torch.float64)
     logits[1, list(places)], logits[1, 7] = torch.inf, -torch.inf
     ours = logits.float().to(device)
@@ -263,7 +263,7 @@ def test_logsumexp_on_request():
 
 
 def test_nothing_of_the_size_of_the_logits_is_kept():
-    """Only loss and logsumexp, one number a row each, stand beside the logits themselves."""
+    """Besides the logits themselves, only loss and logsumexp are kept: one number per row each."""
     logits = torch.randn(64, 5000, device="foo", requires_grad=True)
     target = torch.zeros(64, dtype=torch.int64, device="foo")
     torch.foo.synchronize()
@@ -295,7 +295,7 @@ def test_rotary_keeps_its_input_only_for_gradients_of_the_tables():
 
 
 def test_norm_of_half_precision_with_a_weight_in_float32():
-    """It rounds once, at the end, and not the normalised row before the weight."""
+    """The norm rounds once, at the end: the normalised row is not rounded before the weight."""
     input, weight = torch.randn(67, dtype=torch.bfloat16), torch.randn(67)
     exact = F.rms_norm(input.double(), (67,), weight.double(), 1e-6)
     assert foo_ops.rms_norm(input, weight).equal(exact.bfloat16())

@@ -1,4 +1,4 @@
-"""Nested tensors are refused by operators that are not of rows, in words of their own."""
+"""Operators that do not work on rows refuse nested tensors with their own message."""
 
 import re
 
@@ -11,7 +11,7 @@ from foo_ops import library, testing
 
 LAYOUTS = (torch.strided, torch.jagged)
 ops = torch.ops.foo
-# These may be nested, see test_jagged_tensors.py.
+# These arguments may be nested: see test_jagged_tensors.py.
 ROWS = {
     ops.abs.default: ("input",),
     ops.silu_mul.default: ("gate", "up"),
@@ -67,7 +67,7 @@ def test_in_inference_mode(layout, device):
 
 
 def test_fake_tensors():
-    """Strided nested tensors have no fakes."""
+    """Only jagged tensors: strided nested tensors have no fakes."""
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         input, weight = mode.from_tensor(nested(torch.jagged)), torch.ones(2, 4)
         refused(ops.abs_.default, "input", input)
@@ -114,14 +114,14 @@ def test_kernels_of_authors_go_first(key):
 
 
 def test_composites_take_what_kernels_take():
-    """PyTorch's own operators would take this one."""
+    """A composite of PyTorch's operators alone would accept this tensor."""
     operator = define_triple("foo_nested::with_composite")
     library.register_autograd(operator.name(), composite=lambda input: input * 3)
     refused(operator, "input", nested(torch.jagged).requires_grad_())
 
 
 def test_the_refusal_is_registered_once():
-    """A second one would be a warning, the only one of its kind that PyTorch gives."""
+    """A second registration would print a warning."""
     dump = torch._C._dispatch_dump(define_triple("foo_nested::of_two_devices").name())
     assert dump.count("CompositeImplicitAutogradNestedTensor") == 1
 

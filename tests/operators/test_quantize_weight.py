@@ -15,7 +15,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def weights(dtype, magnitude=1.0):
-    """Rows of all kinds: random, zeros, positive, constant, one that is huge beside the others."""
+    """Return rows of all kinds: random, zeros, positive, constant, one with a huge element."""
     (weight,) = random("weights", (300, 256), dtype=torch.float64)
     weight[1] = 0
     weight[2, :128] = 0
@@ -33,7 +33,7 @@ def test_int8_is_nearest(dtype, magnitude):
     assert (integers.dtype, scale.dtype) == (torch.int8, dtype)
     assert integers.shape == weight.shape
     assert scale.shape == weight.shape[:1]
-    # A scale is what maps the largest to 127, rounded up to the dtype.
+    # The scale maps the largest magnitude to 127, and is rounded up to the dtype.
     exact, smallest = weight.abs().amax(1) / 127, torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     wide = scale.double()[exact > 0]
     assert (wide >= exact[exact > 0]).all()
@@ -54,7 +54,7 @@ def test_int4_is_nearest(dtype, group_size, magnitude):
     assert packed.shape == (300, 128)
     assert scale.shape == zero.shape == (300, groups)
     assert torch.equal(zero, zero.round().clamp(0, 15))
-    # Byte j of a group has elements j and j + group_size / 2.
+    # Byte j of a group holds elements j and j + group_size / 2.
     found = torch.empty(300, 256, dtype=torch.float64)
     for column in range(256):
         group, place = divmod(column, group_size)
@@ -62,7 +62,7 @@ def test_int4_is_nearest(dtype, group_size, magnitude):
         integer = packed[:, group * group_size // 2 + byte].int() >> 4 * half & 15
         steps = integer.double() - zero[:, group].double()
         found[:, column] = steps * scale[:, group].double()
-    # The ends of a group are off by half a step more where its zero was rounded.
+    # A rounded zero moves a group's extremes by another half step.
     limit = scale.double().repeat_interleave(group_size, 1) * (1 + 1e-9)
     assert ((found - weight).abs() <= limit).all()
     inside = (found - weight).abs() <= 0.5 * limit
@@ -72,7 +72,7 @@ def test_int4_is_nearest(dtype, group_size, magnitude):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_stay_finite(dtype):
-    """Errors are those of other numbers: half a step, and in a group's ends up to a whole one."""
+    """Errors are as for other numbers: half a step, at a group's extremes up to a whole one."""
     info = torch.finfo(dtype)
     low, high = torch.meshgrid(*[torch.linspace(0, 1, 129, dtype=torch.float64)] * 2, indexing="ij")
     weight = torch.stack((low, -high), -1).repeat_interleave(16, -1).flatten(0, 1)
@@ -82,7 +82,7 @@ def test_the_largest_numbers_stay_finite(dtype):
         quantized = foo_ops.quantize_weight(weight, *arguments)
         found = foo_ops.dequantize_weight(*quantized)
         assert found.isfinite().all()
-        # Halves, since the difference may be larger than the largest number.
+        # Halved, since the difference may exceed the dtype's largest number.
         error = (found.double() / 2 - weight.double() / 2).abs()
         scale = quantized[1].double().reshape(-1, 1)
         rounding = weight.double().abs() * info.eps / 2
@@ -100,7 +100,7 @@ def test_numbers_come_back(dtype):
         assert found.dtype == dtype
         again = foo_ops.dequantize_weight(*(it.to("foo") for it in quantized))
         assert torch.equal(again.cpu(), found)
-        # A product with the unit matrix is the weight, rounded once.
+        # The product with the identity matrix is the weight, rounded once.
         unit = torch.eye(256, dtype=torch.float64)
         exact = foo_ops.dequantize_weight(
             *(it.double() if it.is_floating_point() else it for it in quantized)
@@ -111,7 +111,7 @@ def test_numbers_come_back(dtype):
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 def test_what_is_returned_follows_input(device):
-    """The products of what a weight of few values is quantized to are exact."""
+    """Products of a weight that is quantized without error are exact."""
     weight = torch.randint(0, 16, (6, 128)).float()
     weight[:, ::32], weight[:, 1::32] = 15, 0
     of_int8 = weight.clone()
@@ -141,7 +141,7 @@ def test_a_parameter_is_quantized():
 
 @pytest.mark.parametrize("arguments", [(8,), (4, 32)])
 def test_weights_without_numbers_are_quantized(arguments):
-    """Shapes and dtypes are known on meta, of fake tensors and in graphs."""
+    """Meta tensors, fake tensors and graphs give shapes and dtypes."""
     weight = torch.randn(3, 64).bfloat16()
     wanted = foo_ops.quantize_weight(weight, *arguments)
     with FakeTensorMode() as mode:
@@ -220,7 +220,7 @@ def test_refused(make, error, message):
         foo_ops.quantize_weight(*make())
 
 
-# Changes of what 6 rows of 64 weights are quantized to, in 8 bits and in 4, with groups of 32.
+# Invalid variants of 6 quantized rows of 64 weights, in 8 bits and in 4, with groups of 32.
 OTHERS = (
     (
         8,

@@ -1,6 +1,6 @@
 """foo::linear_int8 and foo::linear_int4: sizes around those of blocks, groups, errors.
 
-What holds for every operator is in test_matrix.py.
+Properties of every operator are tested in test_matrix.py.
 """
 
 import re
@@ -21,7 +21,7 @@ from foo_ops.testing import (
     check_outputs,
     cotangents_for,
 )
-from foo_ops.testing.specs.quantized_linear import int4_sample, int8_sample
+from foo_ops.testing.specs.linear import int4_sample, int8_sample
 
 DTYPES = LINEAR_INT8.dtypes
 GROUP_SIZES = (32, 64, 128)
@@ -61,7 +61,7 @@ BLOCKS = ((239, 63, 128), (241, 257, 256), (9, 321, 512), (12, 255, 640), (484, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_around_those_of_blocks(dtype):
-    # Gradients of scales, sums over rows and steps, are beyond float16.
+    # Gradients of scales are sums over rows and steps, and overflow float16.
     compare = check if dtype == torch.float16 else check_with_gradients
     for rows, columns, depth in BLOCKS:
         for odd in (-1, 0, 1):
@@ -303,7 +303,7 @@ def test_devices_are_not_mixed():
         foo_ops.linear_int8(**int8_arguments(weight=weight))
 
 
-# Calls each kernel with fences between the regions of its scratch memory, and looks at them.
+# Calls each kernel with fences between the regions of its scratch memory, and checks them.
 FENCED = """
 import ctypes, sys
 import numpy as np

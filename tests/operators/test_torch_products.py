@@ -1,4 +1,4 @@
-"""The table of products that PyTorch's kernels compute: which take that route, and their values."""
+"""The table of products that PyTorch's kernels compute: its routes, and the values."""
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from foo_ops.kernels.compiler.processor import has_matrix_unit
 
 EVENT = "foo::linear by aten::mm"
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-# Those of Intel take the same ways.
+# Other families of Intel take the same routes.
 FAMILIES = ("amd-avx2", "amd-bfloat16", "intel-amx")
 HAS_MKL = torch.backends.mkl.is_available()
-# PyTorch sums in float32, and rounds to bfloat16 once. MKL adds the sums of others to a large bias.
+# PyTorch sums in float32 and rounds to bfloat16 once. MKL adds other dtypes' sums to a large bias.
 ROUNDINGS = {torch.bfloat16: 2, torch.float32: 32, torch.float64: 32}
 WIDTH, OUTPUTS = 768, 640
 INTEL = ("intel-avx2", "intel-avx512", "intel-bfloat16", "intel-amx")
@@ -24,7 +24,7 @@ INTEL = ("intel-avx2", "intel-avx512", "intel-bfloat16", "intel-amx")
 
 @pytest.fixture(params=FAMILIES)
 def family(request):
-    """Let the rows of another processor hold: PyTorch's kernels are there on all of them."""
+    """Use another processor's rows of the table: PyTorch's kernels exist on all of them."""
     before = _C.set_torch_products(request.param)
     yield request.param
     _C.set_torch_products(before)
@@ -54,7 +54,7 @@ def test_family_of_a_processor(vendor, features, expected):
 
 
 def forms_of(family, dtype, rows, work=1 << 30, threads=2):
-    """Return the forms in which the table has a product."""
+    """Return the forms that the table assigns to PyTorch's kernels."""
     return {
         form
         for form in _C.PRODUCT_FORMS
@@ -65,7 +65,7 @@ def forms_of(family, dtype, rows, work=1 << 30, threads=2):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", INTEL)
 def test_intel(family, dtype):
-    """MKL computes all large products, in each form; bfloat16 is oneDNN's on one thread of AMX."""
+    """MKL computes all large products, in each form; oneDNN computes bfloat16 on one AMX thread."""
     everything = set(_C.PRODUCT_FORMS) if dtype != torch.bfloat16 else set()
     for rows in (9, 255, 256, 1 << 20):
         is_left = dtype == torch.float64 and rows < 256
@@ -124,7 +124,7 @@ def one_block(input, weight, gradient):
 
 
 def bias_of(gradient):
-    """Take every third number of a row for the bias, which is larger than the sums."""
+    """Return every third number of a row as the bias, scaled to exceed the sums."""
     return 8 * torch.cat((gradient, gradient, gradient), 1)[0, ::3]
 
 
@@ -158,7 +158,7 @@ def grad_weight(input, weight, gradient):
 
 
 def by_torch(function):
-    """Return what a function does, and how many products were PyTorch's."""
+    """Return the function's result, and the number of products that PyTorch computed."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         result = function()
     return result, sum(it.count for it in seen.key_averages() if it.key == EVENT)
@@ -170,7 +170,7 @@ PRODUCTS = (forward, bias, activation, gate, grad_input, grad_weight)
 @pytest.mark.parametrize("rows", [8, 24, 1100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_route_and_values(family, rows, dtype, device):
-    """Each product takes the route that the table says, and comes to what float64 does."""
+    """Each product takes the route that the table gives, and matches float64."""
     given = tuple(tensors(rows, dtype, device))
     size = {"rows": rows, "work": rows * WIDTH * OUTPUTS, "threads": torch.get_num_threads()}
     for product in PRODUCTS:
@@ -189,7 +189,7 @@ def test_what_is_not_in_the_table(family, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_strides(family, dtype, device):
-    """Gradients that are repeated, or lie in memory by columns, come to what they say."""
+    """Gradients that are expanded or stored by columns give correct results."""
     input, weight, gradient = tensors(256, dtype, device)
     for grad in (gradient[:1].expand(256, -1), gradient.t().contiguous().t(), gradient):
         results = torch.ops.foo.linear_backward(grad, input.flip(0), weight)

@@ -1,4 +1,4 @@
-"""Every operator under every transform of torch.func: values, and no warning of a slow path."""
+"""Every operator under every transform of torch.func: values, and no slow-path warning."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ INTEGERS = torch.tensor([[3, -7, 1, 120], [0, 5, -9, 2], [-128, 4, 8, 1]], dtype
 
 @pytest.fixture(scope="module", autouse=True)
 def operators():
-    """Operators of a user, without and with derivatives of derivatives."""
+    """Define a user's operators, without and with second derivatives."""
     lib = library.Library("foo_transforms", "FRAGMENT")
 
     @library.elementwise_kernel(backward=lambda g, gg, x: (2 * x * g, 2 * g * gg))
@@ -85,7 +85,7 @@ def root_mean_square(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-# What it is called on, the operator, and the same of torch's own operators.
+# Shapes of the inputs, the operator, and its equivalent in torch's own operators.
 OPERATORS = {
     "abs": ((3, 4), foo_ops.abs, torch.abs),
     "silu_mul": ((3, 4), lambda x: foo_ops.silu_mul(x, x[0]), lambda x: F.silu(x) * x[0]),
@@ -236,7 +236,7 @@ def test_transform(device, name, transform, capfd):
     x = torch.randn(shape, dtype=DTYPE, generator=torch.Generator().manual_seed(3))
     make = TRANSFORMS[transform]
     actual = make(ours)(x.to(device))
-    # PyTorch prints this warning: where it gives it, there is no Python to warn.
+    # PyTorch prints this warning from C++, so Python's warnings do not catch it.
     assert "performance drop" not in capfd.readouterr().err
     assert actual.device.type == device
     torch.testing.assert_close(actual.cpu(), make(theirs)(x), atol=1e-12, rtol=1e-10)
@@ -288,7 +288,7 @@ def test_in_place_operators_are_mapped():
 
 
 def test_a_mapped_number_does_not_promote():
-    """A tensor without dimensions takes part in promotion as a number does."""
+    """A tensor without dimensions is promoted like a number."""
     numbers, x = torch.ones(3, dtype=DTYPE), torch.ones(2)
     result = torch.func.vmap(foo_ops.silu_mul, in_dims=(None, 0))(x, numbers)
     expected = foo_ops.silu_mul(x, numbers[0])

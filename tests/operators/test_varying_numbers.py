@@ -1,4 +1,4 @@
-"""Numbers that change from call to call do not compile a program for each of their values."""
+"""Numbers that change from call to call do not compile a program for each value."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import foo_ops
 from foo_ops import library
 
-# The first value is a constant of the first graph, and the second one makes it a symbol.
+# The first value is a constant of the first graph; the second one makes it a symbol.
 MOST_GRAPHS = 3
 STARTS = torch.tensor([0, 3, 9], dtype=torch.int32)
 PACKED = {"max_seqlen_q": 9, "max_seqlen_k": 9}
@@ -134,7 +134,7 @@ CASES = {
 
 
 def results_of(function, value):
-    """Return what a function gives, and the gradients of its tensors."""
+    """Return the function's results and the gradients of its tensors."""
     tensors = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     leaves = [it.clone().requires_grad_() for it in tensors]
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def test_values_do_not_compile_anew(name, counter):
 
 
 def test_scale_of_flex_attention_is_one_more_product(counter):
-    """The product with a scale that varies is rounded before the score_mod, so not bit for bit."""
+    """The score times a varying scale is rounded before the score_mod: not equal bit for bit."""
 
     def function(q, k, v, scale):
         return foo_ops.flex_attention(q, k, v, lambda s, b, h, i, j: s + i - j, scale=scale)
@@ -207,7 +207,7 @@ def twice(x, by):
 
 
 def test_an_operator_that_is_defined_again_has_its_own_kernel(counter):
-    """As in a notebook; the operator with numbers in tensors is made again, too."""
+    """As in a notebook; the operator with numbers in tensors is redefined, too."""
     for factor, function in ((1.0, once), (2.0, twice)):
         library.define("varying::times", "(Tensor x, float by) -> Tensor")
         library.register_kernel("varying::times", "cpu", library.elementwise_kernel(function))

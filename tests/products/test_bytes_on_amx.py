@@ -1,4 +1,4 @@
-"""Matrices of bytes are multiplied, by the matrix unit where there is one."""
+"""Matrix products of bytes, on the matrix unit if there is one."""
 
 import itertools
 
@@ -9,13 +9,13 @@ from foo_ops.kernels.products.on_amx import GROUP, make_amx_products_of_bytes
 from foo_ops.kernels.simd.memory import pointer_to
 
 DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
-# Fills memory that is not to be written.
+# Fills memory that must not be written.
 GUARD = 123_456_789
 
 
 @pytest.fixture(scope="module", params=itertools.product(DTYPES, repeat=2), ids="-".join)
 def multiply(compiled, request):
-    """Give two dtypes, and the kernel that multiplies them."""
+    """Provide two dtypes, and the kernel that multiplies them."""
     matmul, begin, end = make_amx_products_of_bytes(*request.param)
     sums, fours = pointer_to("int32"), pointer_to("int8x4")
 
@@ -31,7 +31,7 @@ def multiply(compiled, request):
 
 
 def whole_range(shape, dtype, seed):
-    """Make random bytes, with rows and columns of the largest and the least."""
+    """Make random bytes; two rows and two columns hold the extremes."""
     info, generator = torch.iinfo(dtype), torch.Generator().manual_seed(seed)
     result = torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=dtype)
     result[0], result[1:2], result[:, 0], result[:, 1] = info.min, info.max, info.max, info.min

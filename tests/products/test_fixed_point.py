@@ -1,4 +1,4 @@
-"""Numbers become digits, and digits are multiplied by integers of 4 bits, by any instructions."""
+"""Numbers become digits, which are multiplied by integers of 4 bits, with any instructions."""
 
 import math
 
@@ -25,7 +25,7 @@ INSTRUCTIONS = ("of the processor", "pairs of products", "one by one")
 
 @pytest.fixture(params=INSTRUCTIONS)
 def size(request, monkeypatch):
-    """The bytes of a digit, by the instructions of this processor and of others."""
+    """Provide a digit's bytes, with this processor's instructions and with those of others."""
     if request.param != INSTRUCTIONS[0]:
         monkeypatch.setattr(narrow, "has_byte_dot", lambda lanes: False)
     if request.param == INSTRUCTIONS[2]:
@@ -34,10 +34,11 @@ def size(request, monkeypatch):
 
 
 def split(integers, bits, size):
-    """Return the digits (place, byte) of the numbers of a group as they are to lie in memory.
+    """Return the digits (place, byte) of a group's numbers, in the order of memory.
 
-    Where digits are bytes, those of its first half precede the others. Else first are those of even
-    numbers of the first half, of the second half, and then of the odd ones.
+    Digits of one byte have the group's first half before its second half. Otherwise the even
+    numbers
+    of the first half come first, then those of the second half, and then the odd numbers.
     """
     base, rest, places = 256**size, integers.clone(), []
     for _ in range(-(-bits // (8 * size))):
@@ -78,7 +79,7 @@ def test_numbers_are_digits_times_a_power_of_two(compiled, size, largest, bits, 
     digits, scale, total = stored(compiled, numbers, bits, size)
     assert math.frexp(scale)[0] == 0.5
     integers = (numbers.double() / scale).round()
-    # The scale is the least for which the highest 8 bits of the largest have a place.
+    # The scale is the smallest that keeps the highest 8 bits of the largest number.
     assert 63.5 * 2 ** (bits - 8) <= integers.abs().max() <= 127.5 * 2 ** (bits - 8)
     assert torch.equal(digits, split(integers.long(), bits, size))
     assert total == integers.sum()
@@ -100,7 +101,7 @@ def test_numbers_of_bfloat16_are_exact_down_to_a_64th_of_the_largest(compiled, s
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_products_are_exact(compiled, size, whole):
-    """Of the largest and least numbers, and of all others, with all integers."""
+    """With the largest and smallest numbers, and all others, times all integers."""
     generator = torch.Generator().manual_seed(0)
     rows, columns, some = 2, 3, BYTES if whole else BYTES - 3
     most = 127 * 2**16
@@ -134,7 +135,7 @@ def test_products_are_exact(compiled, size, whole):
     )
     exact = torch.einsum("rhb,chb->rc", left, right)
     magnitude = torch.einsum("rhb,chb->rc", left.abs(), right)
-    # Sums of eight are exact; they are rounded to float32, and added up in it.
+    # Sums of eight are exact; they are rounded to float32 and added there.
     error = (found.double() / factors - exact).abs()
     assert bool((error <= 2 * LANES * torch.finfo(torch.float32).eps * magnitude).all())
     if whole:
@@ -142,7 +143,7 @@ def test_products_are_exact(compiled, size, whole):
 
 
 def test_lanes_share_factors(compiled, size):
-    """Of two groups in a vector each has its own."""
+    """Two groups in a vector have a factor each."""
     numbers, bytes_, unsigned = pointer_to("float32"), pointer_to("int8"), pointer_to("uint8")
 
     def kernel(sums, left, right, scales):

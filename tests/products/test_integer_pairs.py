@@ -1,4 +1,4 @@
-"""Pairs of int16 are multiplied, by one instruction or by several."""
+"""Products of pairs of int16, by one instruction or by several."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from foo_ops.kernels.simd.types import lanes_of
 
 @pytest.mark.parametrize("has_dot", [None, False])
 def test_all_signs_and_sizes(compiled, monkeypatch, has_dot):
-    """Sums go around in 32 bits."""
+    """Sums wrap around in 32 bits."""
     if has_dot is False:
         monkeypatch.setattr(narrow, "has_integer_dot", lambda lanes: False)
-    # One that was made before would have its instructions already.
+    # A cached function would have its instructions already.
     matmul = make_matmul.__wrapped__("int32", "int16x2", "int16x2")
     sums, units = pointer_to("int32"), pointer_to("int16x2")
 

@@ -19,7 +19,7 @@ LANES = lanes_of("float32")
 LIMBS = {"bfloat16": 1, "float16": 2, "float32": 3}
 LARGEST = torch.finfo(torch.bfloat16).max
 NOT_SMALL, LARGEST_SMALL = 2.0**30, 2.0**30 - 64  # neighbours in float32
-# Fills memory that is not to be written.
+# Fills memory that must not be written.
 GUARD = 96.0
 # Elements between the end of a limb and the next one.
 GAP = 5
@@ -34,7 +34,7 @@ def all_of(dtype):
 
 
 def some_of_float32():
-    """Return numbers of all magnitudes whose last bit is a bfloat16, and those at the edges."""
+    """Return numbers of all magnitudes with a last bit in bfloat16's range, and edge cases."""
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
     random = bits.int().view(torch.float32)
     random = random[random.isfinite() & (random.abs() >= 2.0**-110)]
@@ -44,7 +44,7 @@ def some_of_float32():
         *(float32_after(LARGEST, 0.0), LARGEST, upwards, 3.3895e38, LARGEST + 2.0**119),
         *(torch.finfo(torch.float32).max, math.inf, math.nan),
     ]
-    # NaNs whose upper or lower halves, rounded or cut off, would be other numbers.
+    # NaNs that become other numbers if their upper or lower halves are rounded or truncated.
     other_nans = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     edges = torch.cat([torch.tensor(edges), other_nans])
     return torch.cat([edges, -edges, random])[: 2**15]
@@ -55,23 +55,23 @@ def numbers_of(name):
 
 
 def filled(numbers):
-    """Pad the numbers to a multiple of two vectors, as the kernels take them."""
+    """Pad the numbers to a multiple of two vectors, as the kernels require."""
     return torch.nn.functional.pad(numbers, (0, -len(numbers) % GROUP_ELEMENTS), value=1.0)
 
 
 @pytest.fixture(scope="module", params=LIMBS)
 def numbers(request):
-    """Give the name of a dtype, and numbers of this dtype in float32."""
+    """Provide a dtype's name, and numbers of this dtype in float32."""
     return request.param, filled(numbers_of(request.param))
 
 
 def finite_of(numbers):
-    """Leave out the numbers that bfloat16 rounds to an infinity."""
+    """Remove the numbers that bfloat16 rounds to infinity."""
     return filled(numbers[numbers.abs() <= LARGEST])
 
 
 def limbs_as_pairs(compiled, limbs, a, b):
-    """Return the limbs that are stored for a and b, as (limb, a or b, number)."""
+    """Return the stored limbs of a and b, as (limb, a or b, number)."""
     store_pairs = make_pair_storer(limbs)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
@@ -89,7 +89,7 @@ def limbs_as_pairs(compiled, limbs, a, b):
 
 
 def limbs_as_row(compiled, limbs, numbers):
-    """Return the limbs that are stored, as (limb, number), and whether the numbers are small."""
+    """Return the stored limbs, as (limb, number), and whether the numbers are small."""
     split_row = make_row_splitter(limbs, LANES)
     floats, halves, answers = pointer_to("float32"), pointer_to("bfloat16"), pointer_to("int32")
 
@@ -109,7 +109,7 @@ def limbs_as_row(compiled, limbs, numbers):
 
 
 def check_limbs(stored, numbers):
-    """Check that limbs add up to the numbers, each below the last bit of the one before."""
+    """Check that limbs sum to the numbers, each below the last bit of the one before."""
     torch.testing.assert_close(
         stored.double().sum(0), numbers.double(), rtol=0, atol=0, equal_nan=True
     )

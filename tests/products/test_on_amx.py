@@ -1,4 +1,4 @@
-"""Matrices in limbs of bfloat16 are multiplied, by the matrix unit where there is one."""
+"""Products of matrices in bfloat16 limbs, on the matrix unit if there is one."""
 
 import itertools
 
@@ -10,16 +10,16 @@ from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, make_amx_produ
 from foo_ops.kernels.simd.memory import pointer_to
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
-"""How many products of limbs are computed for a product of two numbers, by the number of limbs."""
+"""Number of limb products for a product of two numbers, by the number of limbs."""
 ROUNDING, DROPPED = 2.0**-24, 2.0**-22
-"""The relative errors of a float32, and of leaving out the smallest products of three limbs."""
-# Fills memory that is not to be written.
+"""Relative errors of float32 rounding, and of dropping the smallest products of three limbs."""
+# Fills memory that must not be written.
 GUARD = -12345.5
 
 
 @pytest.fixture(scope="module", params=PRODUCTS)
 def multiply(compiled, request):
-    """Give a number of limbs, and the kernel that multiplies with so many."""
+    """Provide a number of limbs, and the kernel that multiplies with that many."""
     matmul, begin, end = make_amx_products(request.param)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
@@ -38,7 +38,7 @@ def multiply(compiled, request):
 
 
 def surrounded(pairs):
-    """Copy into a tensor with wider rows and a row more, whose NaN would spoil all sums."""
+    """Copy into a tensor with wider rows and one more row, filled with NaN to spoil all sums."""
     *matrices, rows, columns, _ = pairs.shape
     room = torch.full((*matrices, rows + 1, columns + 3, 2), torch.nan, dtype=torch.bfloat16)
     room[..., :rows, :columns, :] = pairs
@@ -46,7 +46,7 @@ def surrounded(pairs):
 
 
 def product(kernel, a, b, before=None, are_small=True):
-    """Multiply a and b, given as limbs (limb, row, column), and add ``before`` if it is given."""
+    """Multiply a and b, given as limbs (limb, row, column); add ``before`` if it is given."""
     rows, columns, steps = a.shape[1], b.shape[2], b.shape[1] // 2
     a = surrounded(a.unflatten(2, (steps // GROUP, GROUP, 2)).transpose(1, 2))
     b = surrounded(b.unflatten(1, (steps, 2)).transpose(2, 3))
@@ -66,12 +66,12 @@ def product(kernel, a, b, before=None, are_small=True):
 
 
 def split(numbers, limbs):
-    """Split float32 numbers into limbs, each the bfloat16 nearest to the rest of the number."""
+    """Split float32 numbers into limbs, each the bfloat16 nearest to the remainder."""
     result = []
     for _ in range(limbs):
         limb = numbers.bfloat16()
         result.append(limb)
-        # Nothing is left of an infinity.
+        # The remainder of an infinity is zero.
         numbers = (numbers - limb.float()).nan_to_num(nan=0.0)
     return torch.stack(result)
 
@@ -81,10 +81,11 @@ def random_numbers(seed, *shape):
 
 
 def check(result, a, b, before=0.0, terms=None):
-    """Compare with the product in float64 of the sums of the limbs.
+    """Compare with the float64 product of the sums of the limbs.
 
-    A sum of n terms in float32 is off by n roundings of all their sizes, at most. ``terms`` says
-    how many products of a sum are not zero.
+    A float32 sum of n terms is off by at most n roundings of the terms' total size. ``terms`` is
+    the
+    number of nonzero products in a sum.
     """
     dropped = DROPPED if len(a) == 3 else 0.0
     roundings = (PRODUCTS[len(a)] * (terms or b.shape[1]) + 1) * ROUNDING
@@ -114,7 +115,7 @@ def test_shapes(multiply, rows, columns):
 
 @pytest.mark.parametrize("are_small", [False, True])
 def test_products_of_two_numbers(multiply, are_small):
-    """A diagonal matrix leaves no sums, whose roundings would hide the smallest products."""
+    """A diagonal matrix has no sums, whose roundings would hide the smallest products."""
     limbs, kernel = multiply
     a = split(random_numbers(0, 64).diag(), limbs)
     b = split(random_numbers(1, 64, 96), limbs)
@@ -122,7 +123,7 @@ def test_products_of_two_numbers(multiply, are_small):
 
 
 def test_products_of_two_parts(multiply):
-    """Each pair of limbs that counts is multiplied alone, with sums that float32 has exactly."""
+    """Each pair of limbs that counts is multiplied alone, with sums that are exact in float32."""
     limbs, kernel = multiply
     integers = (3 * random_numbers(0, 49, 64)).round(), (3 * random_numbers(1, 64, 48)).round()
     pairs = [pair for pair in itertools.product(range(limbs), repeat=2) if sum(pair) <= 2]
@@ -138,9 +139,9 @@ def test_products_of_two_parts(multiply):
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_numbers_that_are_not_small(multiply, accumulates):
-    """A limb of zero spoils neither infinities nor NaN nor products that overflow."""
+    """A zero limb does not corrupt infinities, NaN, or products that overflow."""
     limbs, kernel = multiply
-    # Nowhere zero, as zero times infinity is NaN in float64, too.
+    # Nowhere zero: zero times infinity is NaN in float64, too.
     a, b = random_numbers(0, 33, 64).sign() / 2, random_numbers(1, 64, 48).sign() / 4
     a[0, 4], a[1, 5], a[2, 6], a[3, 1] = torch.inf, -torch.inf, torch.nan, 1e38
     b[8, 2], b[9, 3], b[11, 4], b[14, 6], b[1, 8] = -torch.inf, torch.inf, torch.nan, -1e38, 8.0

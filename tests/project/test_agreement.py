@@ -1,4 +1,4 @@
-"""C++ and the kernels, which are Python, agree on all that both must know."""
+"""C++ and the kernels, written in Python, agree on all that both define."""
 
 import dataclasses
 
@@ -33,8 +33,9 @@ class Field:
 
 
 def described_by_cpp(name):
-    """Return the fields of a struct of C++, where an operand is its pointer and its strides, and a
-    product its fields.
+    """Return the fields of a C++ struct.
+
+    An operand is its pointer and its strides; a product is its fields.
     """
     fields = []
     for field, type_, offset in _C.agreement()["structs"][name]:
@@ -52,7 +53,7 @@ def described_by_cpp(name):
 
 
 def named(type_):
-    """Return a type of Numba as C++ calls it."""
+    """Return a Numba type by its name in C++."""
     if isinstance(type_, Struct):
         return f"{type_.name.rpartition('_')[0].removeprefix('Attention')}*"
     if isinstance(type_, Pointer):
@@ -71,7 +72,7 @@ def described_by_python(struct):
 
 
 def differences(of_cpp, of_python):
-    """Return where two descriptions differ. To C++ any pointer to data is one to void."""
+    """Return where two descriptions differ. In C++, any data pointer is a void pointer."""
     found = [
         (cpp, python)
         for cpp, python in zip(of_cpp, of_python)
@@ -197,7 +198,7 @@ def functions():
             for dtype in DTYPES:
                 yield function, source.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
-    # Data are addresses, to Numba: numbers.
+    # Numba gets addresses of data as numbers.
     data, *rest = elementwise.ARGUMENT_TYPES
     assert data == types.CPointer(types.intp)
     yield "ElementwiseFunction", (types.CPointer(data), *rest)
@@ -208,14 +209,14 @@ def test_arguments_of_kernels():
     for name, of_python in functions():
         assert len(of_cpp[name]) == len(of_python)
         for cpp, python in zip(of_cpp[name], map(named, of_python)):
-            # Words of 8 bytes are structs to C++.
+            # C++ names structs that Numba sees as words of 8 bytes.
             are_words = (cpp, python) in (("int8**", "int64**"), ("ProgramArguments*", "int64*"))
             assert agree(cpp, python) or are_words, (name, cpp, python)
         compared.add(name)
     assert compared == set(of_cpp)
 
 
-# Compared with what depends on the processor.
+# Compared with the values that depend on the processor.
 LIMITS = ("kKeyMultiple", "kWidestVector", "kWidestPanel")
 
 
@@ -262,10 +263,10 @@ def test_limits(monkeypatch, bits):
     monkeypatch.setenv("FOO_VECTOR_BITS", bits)
     constants, lanes = _C.agreement()["constants"], on_vectors.lanes_of("float32")
     assert constants["kWidestVector"] % lanes == 0
-    # Random numbers come in groups of keys.
+    # Random numbers are drawn for groups of keys.
     assert constants["kKeyMultiple"] % random_numbers.WORDS == 0
     panels = {operands.PANEL_ON_TILES}
-    # Blocks are not merged where registers are fewer.
+    # Blocks are not merged with fewer registers.
     if processor.vector_registers() == 32:
         panels |= {vectors * lanes for _, vectors in on_vectors.shapes()}
     assert all(constants["kWidestPanel"] % panel == 0 for panel in panels)

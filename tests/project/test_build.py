@@ -1,4 +1,4 @@
-"""A build takes the extension from a wheel that was made from the same, and compiles otherwise."""
+"""A build takes the extension from a wheel of equal sources, and compiles it otherwise."""
 
 import re
 import runpy
@@ -19,7 +19,7 @@ SOURCE = "foo_ops/csrc/launch/overlap.cpp"
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Go to a folder with what a build reads."""
+    """Change to a folder with the files that a build reads."""
     shutil.copy(REPOSITORY / "setup.py", tmp_path)
     shutil.copytree(REPOSITORY / "foo_ops/csrc", tmp_path / "foo_ops/csrc")
     (tmp_path / "build/dist").mkdir(parents=True)
@@ -29,7 +29,7 @@ def tree(tmp_path, monkeypatch):
 
 @pytest.fixture
 def setup(tree, monkeypatch):
-    """Provide the names of setup.py, and its arguments of ``setuptools.setup`` as ``arguments``."""
+    """Provide the names in setup.py, and as ``arguments`` those of ``setuptools.setup``."""
     arguments = {}
     monkeypatch.setattr(setuptools, "setup", arguments.update)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -39,7 +39,7 @@ def setup(tree, monkeypatch):
 
 @pytest.fixture
 def build(setup, monkeypatch):
-    """Provide a build in the source folder, which returns what it would compile."""
+    """Provide a build in the source folder, which returns the sources that it would compile."""
 
     def build():
         compiled = []
@@ -68,7 +68,7 @@ def put_into_wheel(built_for, companion=COMPANION):
 
 @pytest.fixture
 def built_for(build):
-    """Build without a wheel, and return what that says of itself."""
+    """Build without a wheel, and return the text of foo_ops/_built_for.py."""
     assert build()
     return Path("foo_ops/_built_for.py").read_text()
 
@@ -115,7 +115,7 @@ def test_wheel_that_does_not_load(build, built_for, tree):
 
 
 def test_units(setup):
-    """Each source is in one unit, with others of its folder."""
+    """Each source is in one unit, together with others of its folder."""
     units = [Path(unit) for unit in setup.write_units(setup.SOURCES)]
     times = [unit.stat().st_mtime_ns for unit in units]
     included = []
@@ -127,6 +127,6 @@ def test_units(setup):
     sources = setup.SOURCE_FOLDER.rglob("*.cpp")
     assert sorted(included) == sorted(str(path.relative_to("foo_ops/csrc")) for path in sources)
     assert len(set(units)) < len(included) / 4
-    # Nothing is compiled again where nothing has changed.
+    # Unchanged sources are not written again, so that nothing is recompiled.
     assert [Path(unit) for unit in setup.write_units(setup.SOURCES)] == units
     assert [unit.stat().st_mtime_ns for unit in units] == times

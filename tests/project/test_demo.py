@@ -1,4 +1,4 @@
-"""The demo prints and writes numbers that can be trusted, and refuses what it cannot do."""
+"""The demo prints and writes figures that are right, and refuses unsupported options."""
 
 import dataclasses
 import io
@@ -14,9 +14,9 @@ from support.processes import module, python
 
 from foo_ops.demo import __main__ as demo
 from foo_ops.demo import report
-from foo_ops.demo.corpus import Corpus, windows
 from foo_ops.demo.model import GPT, OPERATORS, GPTConfig, rotary_table
 from foo_ops.demo.training import (
+    Corpus,
     Point,
     Setup,
     Trainer,
@@ -25,6 +25,7 @@ from foo_ops.demo.training import (
     learning_rate_share,
     train,
     validation_steps,
+    windows,
 )
 
 SETUPS = [
@@ -33,7 +34,7 @@ SETUPS = [
     for operators in ("foo", "torch")
 ]
 ROUNDING = 1e-5
-"""Relative; of float32 losses after a few steps."""
+"""Relative error of float32 losses after a few steps."""
 SMALL = GPTConfig(layers=1, width=32, heads=2, inner=88, context=64)
 FLEX = dataclasses.replace(SMALL, attention="flex")
 
@@ -45,7 +46,7 @@ def corpus():
 
 @pytest.fixture
 def small(monkeypatch):
-    """Make a demo that takes a second: a smaller model, sample and comparison."""
+    """Make the demo take a second: a smaller model, sample and comparison."""
     monkeypatch.setattr(demo, "GPTConfig", partial(dataclasses.replace, SMALL))
     monkeypatch.setattr(demo, "SAMPLE_BYTES", 20)
     monkeypatch.setattr(demo, "COMPARISON_ROUNDS", 2)
@@ -64,7 +65,7 @@ def losses(corpus, setup, *, seed, steps=6, config=SMALL, dtype=torch.float32):
     return [point.loss for point in train(trainer, corpus, steps=steps, seed=seed)]
 
 
-# The whole demo, in a process of its own, as a log sees it.
+# The whole demo in a separate process, as a log shows it.
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_devices_agree_on_the_losses(corpus):
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_score_mod_trains(setup, corpus):
-    """The slopes that a score_mod captures are learned, as in float64 where all is dense."""
+    """The captured slopes of a score_mod are learned as in dense float64 attention."""
     expected = exact_losses(corpus, seed=0, config=FLEX)
     assert losses(corpus, setup, seed=0, config=FLEX) == pytest.approx(expected, rel=ROUNDING)
 
@@ -249,7 +250,7 @@ def test_missing_extras_are_named():
     assert process.stderr == "foo_ops.demo needs matplotlib and rich: pip install foo_ops[demo]\n"
 
 
-# The parts.
+# Parts of the demo.
 
 
 def test_reload_fails_loudly_when_the_weights_differ(corpus, tmp_path):
@@ -267,7 +268,7 @@ def test_nothing_held_out_is_trained_on(corpus):
     train_text, held_out = (bytes(part.tolist()) for part in (corpus.train, corpus.validation))
     assert len(held_out) == pytest.approx(0.1 * (len(train_text) + len(held_out)), abs=1)
     trained = set(train_text.split(b"\n\n"))
-    # The first paragraph of the held-out part may be the rest of one that was cut.
+    # The first paragraph of the held-out part may be the end of one that was split.
     assert not [part for part in held_out.split(b"\n\n")[1:] if part in trained]
 
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings run as they stand and print what they say."""
+"""The examples in docstrings run unchanged and print the shown output."""
 
 import doctest
 import gc
@@ -17,7 +17,7 @@ from foo_ops.kernels.interpret import language as interpreted
 from foo_ops.kernels.interpret.views import Pointer, View
 from foo_ops.kernels.lang import views
 
-# Programs, what needs a process of its own, and what needs a library that is not installed.
+# Programs, modules that need a separate process, and modules that need a missing library.
 LEFT_OUT = (
     *("foo_ops.demo.__main__", "foo_ops.testing.pytest_plugin"),
     *("foo_ops.testing.conformance.", "foo_ops.integrations.lightning"),
@@ -37,7 +37,7 @@ PARSER = doctest.DocTestParser()
 
 
 def lines_of_a_kernel():
-    """Return the names that examples of foo_ops.language use. They run as plain Python."""
+    """Return the names that examples of foo_ops.language use. They run interpreted."""
     memory = [torch.arange(start, start + 64.0) for start in (1, 2)]
     x, y = (Pointer(tensor.data_ptr(), "float32", 0, 64) for tensor in memory)
     names = {"x": x, "y": y, "i": 1, "size": 64, "total": x[0], "memory": memory}
@@ -50,7 +50,7 @@ def lines_of_a_kernel():
 
 @pytest.fixture(autouse=True)
 def no_garbage(quick_collections):
-    """What other tests left is not freed between the lines of an example that counts memory."""
+    """Keep other tests' garbage from being freed within an example that counts memory."""
     gc.collect()
     gc.disable()
     yield
@@ -89,7 +89,7 @@ def has_example(function):
 
 @pytest.mark.parametrize("name", language.__all__)
 def test_each_name_of_the_language_has_an_example(name):
-    """It is the same one where kernels run as plain Python."""
+    """Interpreted functions have the same docstrings."""
     text = getattr(language, name).__doc__
     assert any(f"language.{name}(" in example.source for example in PARSER.get_examples(text))
     assert getattr(interpreted, name).__doc__ == text

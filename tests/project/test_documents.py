@@ -1,4 +1,4 @@
-"""The Python blocks of the documents run as they stand, and what the documents name exists."""
+"""The Python blocks of the documents run unchanged, and the names in documents exist."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from support.processes import python
 
 REPOSITORY = Path(__file__).parents[2]
-# Documents whose blocks are one program, and some of what it prints.
+# Documents whose blocks form one program, and parts of its output.
 PROGRAMS = {
     "docs/kit.md": (
         "tutorial::mish(Tensor x) -> Tensor",
@@ -36,8 +36,8 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 FRONT_PAGES = ("README.md", "docs/index.md")
-# Rows and captions of the tables whose figures the front pages quote: as they stand in the tables,
-# and as they are quoted.
+# Rows and captions of tables whose figures the front pages quote: each figure as in the table, and
+# as quoted.
 QUOTED = {
     "docs/performance.md": {
         "Llama decoding, bfloat16 | 2": {"3.84": "3.84"},
@@ -69,7 +69,7 @@ QUOTED = {
     "docs/performance_amx.md": {"Intel(R) Xeon(R)": {"foo_ops 0.1.0": "(0.1.0)"}},
 }
 
-# Runs the blocks of a page, each in a module of its own, and says which of them failed.
+# Runs each block of a page as a separate module, and reports which failed.
 PAGE = """
 import json, sys, traceback, types, warnings
 
@@ -141,14 +141,14 @@ def test_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_exist(document):
-    """Folders and files that a document names exist."""
+    """Folders and files named in a document exist."""
     for name in re.findall(r"`((?:foo_ops|tests|benchmarks)/[\w./*]*)`", text_of(document)):
         if not name.startswith("benchmarks/results/"):
             assert list(REPOSITORY.glob(name)), name
 
 
 def commands(document):
-    """Return the shell lines of a document, and the commands in its sentences."""
+    """Return a document's shell lines, and the commands in its sentences."""
     in_sentences = re.findall(r"`((?:make|[.\w/]*python) [^`\n]+)`", text_of(document))
     lines = "\n".join(blocks(document, SHELL)).splitlines()
     return [*in_sentences, *(line.partition(" #")[0] for line in lines)]
@@ -182,7 +182,7 @@ def anchors(text):
 
 
 def missing_anchors(document, text):
-    """Return the links of a text, as part of the document, to headings that do not exist."""
+    """Return a text's links to headings that do not exist; the text belongs to the document."""
     links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", text)
     pages = [(REPOSITORY / document).parent / name if name else None for name, _ in links]
     known = [anchors(text if page is None else page.read_text()) for page in pages]

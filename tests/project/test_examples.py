@@ -1,4 +1,4 @@
-"""The examples run, agree with transformers' own attention, and notice when they do not."""
+"""The examples run, agree with transformers' own attention, and notice if they do not."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ needs_model = pytest.mark.skipif(
 
 @pytest.fixture
 def example(monkeypatch):
-    """Import an example, as the process does that runs it."""
+    """Import an example as in the process that runs it."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module
 
@@ -46,7 +46,7 @@ def wrong_attention(monkeypatch):
 
 
 def numbers(output, name):
-    """Return the numbers in the row of a table that begins with this pattern."""
+    """Return the numbers of the table row that begins with this pattern."""
     line = re.search(rf"^ +{name} +((?:{NUMBER} *)+)$", output, re.MULTILINE)
     assert line is not None, output
     return [float(number.replace(",", "")) for number in re.findall(NUMBER, line[1])]

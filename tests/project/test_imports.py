@@ -12,17 +12,16 @@ import foo_ops
 REPOSITORY = Path(__file__).parents[2]
 FIRST_USES = REPOSITORY / "tests/support/first_uses.py"
 FIRST_USES_OF_DEVICE = REPOSITORY / "tests/support/first_uses_of_device.py"
-# The device, and what the operators are declared with.
+# The device, and the modules that declare the operators.
 BY_AUTOLOAD = {
-    *("foo_ops", "foo_ops._after_import", "foo_ops._autoload", "foo_ops._built_for"),
-    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._forks"),
-    *("foo_ops._operators", "foo_ops._schemas", "foo_ops._switches"),
-    "foo_ops.flash_attention_of_cpu",
+    *("foo_ops", "foo_ops._autoload", "foo_ops._built_for"),
+    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._process"),
+    *("foo_ops._operators", "foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
 }
 
 
 def run(program, *arguments, **options):
-    """Run a program in a fresh process, and return what it printed."""
+    """Run a program in a fresh process, and return its output."""
     process = python(program, *arguments, **options)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()
@@ -36,14 +35,14 @@ def run(program, *arguments, **options):
         *whole(
             "foo_ops.ops.abs, torch",
             "foo_ops.testing, torch",
-            "foo_ops.kernels.compiler.load, torch",
+            "foo_ops.kernels.compiler.cache, torch",
             "numba, foo_ops, torch",
         ),
     ],
 )
 def test_operators_are_there_after(imports):
     program = f"import {imports}; print(torch.ops.foo.abs(torch.tensor(-2)).item())"
-    # A fork has imported torch before.
+    # A fork has imported torch already.
     assert run(program, new=not imports.startswith("torch")) == "2"
 
 
@@ -63,7 +62,7 @@ def test_public_names_are_there():
 
 
 def test_modules_that_are_loaded():
-    """Each step needs a process that has loaded nothing."""
+    """Each step needs a fresh process."""
     program = """
 import json, sys
 import torch
@@ -88,7 +87,7 @@ print(json.dumps(steps))
 
 def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
     names = [
-        # A fork has imported torch before.
+        # A fork has imported torch already.
         run(f"import sys, {it}; print(sorted(n for n in sys.modules if 'foo' in n))", new=True)
         for it in ("torch", "foo_ops")
     ]
@@ -97,18 +96,18 @@ def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
 
 @pytest.mark.whole
 def test_first_uses_of_operators(tmp_path):
-    """Of a process that has used no operator."""
+    """In a process that has not used an operator."""
     run(FIRST_USES, tmp_path)
     assert run(FIRST_USES, tmp_path, "run") == "[]"
 
 
 def test_first_uses_of_the_device():
-    """In a process that has not touched it."""
+    """In a process that has not used the device."""
     assert run(FIRST_USES_OF_DEVICE) == "[]"
 
 
 def test_schemas_are_those_of_the_operators(monkeypatch):
-    """Run release/write_schemas.py where they are not."""
+    """If this fails, run release/write_schemas.py."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "release"))
     import write_schemas
 

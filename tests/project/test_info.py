@@ -1,4 +1,4 @@
-"""``python -m foo_ops.info`` states the facts, and survives where there are none."""
+"""``python -m foo_ops.info`` reports the facts, and works where some are missing."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""A build is for one torch and says so; its annotations are there for a user's mypy."""
+"""A build is for one torch and reports it; users' mypy finds the annotations."""
 
 import importlib
 import os
@@ -53,7 +53,7 @@ def test_another_torch(built_for_another):
     ],
 )
 def test_import_of_torch_goes_on_without_foo(setup, reason):
-    """The companion is not loaded; `import foo_ops` afterwards says why."""
+    """The extension is not loaded; `import foo_ops` later raises the reason."""
     program = f"""
 import importlib.util, sys, types, warnings
 {setup}
@@ -88,7 +88,7 @@ def test_annotations_in_a_program_of_a_user(tmp_path):
         "reveal_type(foo_ops.silu_mul(torch.ones(3), torch.ones(3)))\n"
         "foo_ops.silu_mul('text', torch.ones(3))\n"
     )
-    # A new interpreter, since mypy needs no torch.
+    # A new interpreter: mypy needs no torch.
     process = subprocess.run(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path, program],
         cwd=tmp_path,
@@ -96,7 +96,7 @@ def test_annotations_in_a_program_of_a_user(tmp_path):
         capture_output=True,
         text=True,
     )
-    # mypy does not follow the hook of an editable installation; that of a wheel has the mark.
+    # mypy does not follow an editable installation's hook; a wheel's has py.typed.
     assert (Path(foo_ops.__file__).parent / "py.typed").exists()
     assert 'Revealed type is "torch._tensor.Tensor"' in process.stdout
     assert 'Argument 1 to "silu_mul" has incompatible type "str"' in process.stdout
@@ -112,7 +112,7 @@ def test_annotations_in_a_program_of_a_user(tmp_path):
     ],
 )
 def test_module_of_tests_that_misses_a_package(monkeypatch, imported, package):
-    """Only a package that `make setup` leaves out is a reason to skip."""
+    """Tests are skipped only for packages that `make setup` leaves out."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError) as caught:
         importlib.import_module(imported)

@@ -1,4 +1,4 @@
-"""``make test`` leaves out what is marked, and the parts of ``make test-all`` are everything."""
+"""``make test`` leaves out marked tests, and the parts of ``make test-all`` cover all tests."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,7 @@ class Item:
 
 @pytest.fixture
 def left_out(request):
-    """Provide ``left_out(item, whole=, part=)``, which returns the reason to leave it out."""
+    """Provide ``left_out(item, whole=, part=)``, which returns the reason for leaving it out."""
     (conftest,) = (
         plugin
         for plugin in request.config.pluginmanager.get_plugins()
@@ -65,7 +65,7 @@ def test_marked_tests_are_left_out(left_out):
 
 
 def test_each_test_is_in_one_part(left_out):
-    """Cases of a test stay together, and those of an operator in one dtype."""
+    """Cases of a test stay together, and so do an operator's cases of one dtype."""
     items = [Item(f"a.py::test_{name}[{case}]") for name in range(30) for case in range(3)]
     operators = [
         Item(f"b.py::test_operator[{case.id}]", case=case)

@@ -1,4 +1,4 @@
-"""Files that comments, docstrings and documents name exist."""
+"""Files named in comments, docstrings and documents exist."""
 
 import ast
 import io
@@ -16,12 +16,12 @@ SOURCES = sorted(
     for path in (REPOSITORY / folder).rglob("*")
     if path.suffix in (".py", ".cpp", ".h", ".md")
 )
-# A path has a slash and ends as files of the repository do. It is not part of an address.
+# A path has a slash and an extension of the repository's files, and is not part of an address.
 PATH = re.compile(r"(?<![\w/.:<~-])(?:\.\./)*(?:[\w.-]+/)+[\w-]+\.(?:py|cpp|h|md)\b")
-# A name alone is that of some file of the repository.
+# A bare name must belong to some file of the repository.
 NAME = re.compile(r"(?<![\w/.-])[a-z_]\w*\.(?:py|cpp|h)\b")
 NAMES = {"llama.cpp", "script.py", "setup.py", *(Path(source).name for source in SOURCES)}
-# Folders of PyTorch's, and of what programs write.
+# Folders of PyTorch, and of files that programs write.
 OTHERS = ("ATen/", "c10/", "torch/", "test/", "build/", "benchmarks/results/")
 
 
@@ -41,7 +41,7 @@ def prose(name, source):
 
 
 def missing(name, source):
-    """Return the paths that a file names, from the root or beside itself, and that do not exist."""
+    """Return paths in a file that exist neither from the root nor beside the file."""
     places = (REPOSITORY, REPOSITORY / "foo_ops", (REPOSITORY / name).parent)
     text = prose(name, source)
     paths = [path for path in PATH.findall(text) if not path.startswith(OTHERS)]

@@ -1,4 +1,4 @@
-"""Programs of tests run in forks of a server as they would in new interpreters."""
+"""Tests run programs in forks of a server as they would run in new interpreters."""
 
 import os
 import signal
@@ -60,10 +60,10 @@ torch.ops.foo.abs(torch.ones(3, device="foo"))
     ("environment", "expected"),
     [
         ({}, "True True"),
-        # Torch or a library of it has read this one, so a new interpreter gets it.
+        # Torch or one of its libraries has read this variable already: a new interpreter gets it.
         ({"OMP_NUM_THREADS": "3"}, "False False"),
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True False"),
-        # Inductor sets it in a process where it has compiled.
+        # Inductor sets it in a process that has compiled.
         ({"TORCHINDUCTOR_CACHE_DIR": "/nowhere"}, "True True"),
     ],
     ids=str,
@@ -74,7 +74,7 @@ def test_variables(environment, expected):
 
 
 def test_variables_of_this_process(monkeypatch):
-    """Libraries set some when they are imported or used: no program depends on the tests before."""
+    """Libraries set some at import or at use; programs must not depend on earlier tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("FOO_VARIABLE", "3")
     monkeypatch.delenv("PATH")
@@ -107,7 +107,7 @@ def test_a_signal(name):
 
 
 def test_a_limit_of_time_ends_all():
-    """The processes that a program has started are no longer there either."""
+    """The processes that a program has started end, too."""
     program = """
 import os, time
 os.fork()
@@ -149,7 +149,7 @@ def test_much_output():
 
 
 def test_programs_at_once():
-    """Each hears of its own end alone, in any order."""
+    """Each wait returns for its own program, in any order."""
     waiting = start("input(); print('first')", input="\n" * 10)
     codes = [start(f"import time; time.sleep({1 - n / 4}); exit({n})") for n in range(4)]
     assert [it.wait().returncode for it in reversed(codes)] == [3, 2, 1, 0]
@@ -157,7 +157,7 @@ def test_programs_at_once():
 
 
 def test_a_server_that_ends():
-    """Programs that it has started are lost, and the next one gets another server."""
+    """The server's programs are lost, and the next program starts another server."""
     programs = [start("import time; time.sleep(60)") for _ in range(2)]
     server, _ = processes.start_server()
     server.kill()
@@ -167,14 +167,14 @@ def test_a_server_that_ends():
         with pytest.raises(AssertionError, match=r"^the server of forks has ended"):
             program.wait()
         os.kill(program.pid, signal.SIGKILL)
-    # The one is not heard of only when the other ends.
+    # One program's wait does not last until the other ends.
     assert time.monotonic() - begin < 30
     assert python("print(1)").stdout == "1\n"
     assert processes.start_server()[0].pid != server.pid
 
 
 def test_tests_that_end(tmp_path):
-    """With them end their server, and the programs that still run."""
+    """At the end of the tests, their server and all running programs end."""
     program = """
 import os
 from support import processes
@@ -187,5 +187,5 @@ if os.environ["FOO_END"] == "killed":
         process = python(program, FOO_END=end, TMPDIR=str(tmp_path))
         assert process.returncode == (-9 if end == "killed" else 0), process.stderr
         assert_gone(process.stdout)
-    # The server of the one that was killed leaves its program.
+    # A killed process leaves its server's program file.
     assert len(list(tmp_path.iterdir())) == 1

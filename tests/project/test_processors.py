@@ -1,4 +1,4 @@
-"""``make test-processors`` runs what it says, and says what it leaves out."""
+"""``make test-processors`` runs the announced tests, and names those it leaves out."""
 
 import re
 

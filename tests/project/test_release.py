@@ -1,4 +1,4 @@
-"""What `make wheel` and `make sdist` check is refused where it is wrong."""
+"""The checks of `make wheel` and `make sdist` refuse wrong files."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def check_sdist(check_wheel):
 
 @pytest.fixture
 def names(check_wheel):
-    """Return what a wheel has to have."""
+    """Return the names that a wheel must have."""
     metadata = f"foo_ops-{foo_ops.__version__}+torch2.13.dist-info/METADATA"
     return {*check_wheel.modules(), "foo_ops/py.typed", COMPANION, metadata}
 
@@ -75,7 +75,7 @@ def test_wheel_that_has_more(check_wheel, names, foreign):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Unpack a source distribution that is as it should be."""
+    """Unpack a correct source distribution."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, tmp_path)
     left_out = shutil.ignore_patterns("*.so", "_built_for.py", "__pycache__")
@@ -112,7 +112,7 @@ def test_build_that_does_not_ask_for_torch(check_sdist, tree):
 
 
 def build_step(tree, **environment):
-    """Run what pip runs first of a build, in a new interpreter: it looks for torch itself."""
+    """Run the first step of pip's build in a new interpreter, since it imports torch itself."""
     program = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
     return subprocess.run(
         [sys.executable, "-c", program],
@@ -124,8 +124,10 @@ def build_step(tree, **environment):
 
 
 def test_nothing_beside_the_sources_says_that_they_are_installed(tree):
-    """A folder with metadata and without the packages of the entry points, on PYTHONPATH, would
-    make `import torch` and pytest fail.
+    """No metadata lies beside the sources.
+
+    If it did, with the folder on PYTHONPATH and without the packages of the entry points, `import
+    torch` and pytest would fail.
     """
     process = build_step(tree)
     assert process.returncode == 0, process.stderr
@@ -134,7 +136,7 @@ def test_nothing_beside_the_sources_says_that_they_are_installed(tree):
 
 
 def test_torch_that_is_too_old(tree, tmp_path):
-    """Here it is torch in name alone."""
+    """This torch is an empty package with an old version."""
     torch = tmp_path / "old" / "torch"
     (torch / "utils").mkdir(parents=True)
     (torch / "__init__.py").write_text('__version__ = "2.12.1+cpu"\n')

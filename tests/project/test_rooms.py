@@ -17,7 +17,7 @@ CPP = (".cpp", ".h")
 
 
 def rooms():
-    """Return the rooms of docs/architecture.md, and those that each may import."""
+    """Return the rooms of docs/architecture.md, each with the rooms that it may import."""
     text = (REPOSITORY / "docs/architecture.md").read_text()
     table = re.findall(r"^\| `(\S+)` \|.*\|(.*)\|$", text, re.MULTILINE)
     return {
@@ -28,7 +28,7 @@ def rooms():
 
 ROOMS = rooms()
 COMPANION = "foo_ops._C"
-# Every room may know these, but kernels not the companion, which calls them.
+# Every room may import these, except that kernels may not import the companion: it calls them.
 IN_NO_ROOM = (COMPANION, "foo_ops.__version__", "foo_ops._built_for")
 OUTSIDE_OF_KERNELS = [f"foo_ops/{it}" for it in ROOMS if not it.startswith(("kernels", "csrc"))]
 LIBRARIES = {
@@ -40,7 +40,7 @@ LIBRARIES = {
         *("foo_ops/info.py", "benchmarks/peaks.py"),
     ],
 }
-"""Who may import these libraries of others."""
+"""Folders and files that may import these third-party libraries."""
 
 
 def module_name(path):
@@ -48,7 +48,7 @@ def module_name(path):
     return ".".join(folders if last == "__init__" else [*folders, last])
 
 
-# The build writes this one.
+# The build writes this module.
 MODULES = {
     module_name(path): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -61,7 +61,7 @@ FILES = [
 
 
 def room_of(path):
-    """Return the room that a file lies in, or None."""
+    """Return the room of a file, or None."""
     name = path.relative_to(PACKAGE)
     names = (str(it) for it in (name, *name.parents))
     return next((it for it in names if it in ROOMS), None)
@@ -95,7 +95,7 @@ def included_files(path):
 
 
 def imported_files(path):
-    """Return the files of the package that a file imports or includes."""
+    """Return the package's files that a file imports or includes."""
     if path.suffix != ".py":
         return included_files(path)
     ours = (name for name in imported_modules(path) if name.partition(".")[0] == "foo_ops")
@@ -131,7 +131,7 @@ def test_kernels_do_not_know_the_companion():
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    """Annotations count, and imports inside of functions."""
+    """Imports for annotations and inside of functions count, too."""
     imports = {
         module: {name for name in imported_modules(path) if name in MODULES}
         for module, path in MODULES.items()

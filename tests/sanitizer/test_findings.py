@@ -1,4 +1,4 @@
-"""What a finding says, and what becomes of it."""
+"""Texts of findings, and what programs can do with them."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ def test_text():
     assert finding.nbytes == 12
     assert finding.streams == (side.stream_id, 0)
     text = re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'File ".*?", line \d+', "File", str(finding)))
-    # What runs the tests has frames on the stack, too.
+    # The test runner has frames on the stack, too.
     own = [
         line for line in text.splitlines() if "<module>" not in line and "run_module" not in line
     ]
@@ -179,7 +179,7 @@ def test_memory_is_forgotten():
 
 
 def test_a_cache_does_not_grow():
-    """Rows that were written one by one become one range when the host has waited."""
+    """Rows written one by one become one range after the host has waited."""
     with sanitizer.check() as findings:
         cache = torch.zeros(100, 8, device="foo")
         _, before = companion.figures()
@@ -209,7 +209,7 @@ def test_ranges_without_end_are_forgotten():
 
 
 def test_threads_that_free_and_allocate():
-    """Neither the GIL nor the sanitizer's lock is held while the other is waited for."""
+    """Neither the GIL nor the sanitizer's lock is held while waiting for the other."""
     side = torch.foo.Stream()
     errors = []
 
@@ -250,7 +250,7 @@ def test_memory_that_is_older_than_the_check():
 
 
 def test_copy_on_write():
-    """A write to the clone is a read of the memory that both share until then."""
+    """A write to the clone reads the memory that both share until then."""
     side = torch.foo.Stream()
     with sanitizer.check() as findings:
         x = torch.ones(4, device="foo")

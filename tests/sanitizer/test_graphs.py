@@ -1,4 +1,4 @@
-"""A capture reads and writes nothing, and a replay does, in the stream where it is."""
+"""A capture reads and writes nothing; a replay does, in its own stream."""
 
 import torch
 
@@ -59,7 +59,7 @@ def test_a_replay_reads_what_another_stream_writes():
 
 
 def test_a_capture_has_no_races():
-    """The program is right: nothing of the capture runs, and the replay is in the one stream."""
+    """The program is correct: the capture runs nothing, and the replay uses one stream."""
     x, out = torch.ones(4, device="foo"), torch.zeros(4, device="foo")
     with sanitizer.check() as findings:
         busy = torch.foo.Stream()

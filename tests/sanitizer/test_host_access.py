@@ -1,4 +1,4 @@
-"""Memory of the device is for kernels: who else touches it ends the process, with a finding."""
+"""Memory of the device is for kernels: any other access ends the process, with a finding."""
 
 import ctypes
 import faulthandler
@@ -153,14 +153,14 @@ def test_arguments_that_kernels_of_the_cpu_keep_are_theirs():
             torch.ops.host_access_of_an_argument.keep(x)
             kept[0].numpy()[:] = 7
             assert x.tolist() == [7] * 5
-        # Also from before.
+        # Also for memory from before the check.
         with sanitizer.check():
             assert kept.pop().numpy().sum() == 35
     assert findings == []
 
 
 def test_a_recurrent_network_and_its_gradients():
-    # With the batch first, its kernels keep a copy for the backward pass.
+    # With batch_first, its kernels keep a copy for the backward pass.
     layer = torch.nn.GRU(4, 5, bias=False, batch_first=True, device="foo:1")
     x = torch.randn(6, 3, 4, device="foo:1", requires_grad=True)
     with sanitizer.check() as findings:

@@ -1,4 +1,4 @@
-"""The manual's wrong programs print the findings that it shows, and its right ones none."""
+"""The manual's wrong programs print the findings shown there, and its right ones none."""
 
 import re
 from pathlib import Path

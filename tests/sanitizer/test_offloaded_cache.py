@@ -1,4 +1,4 @@
-"""The offloaded cache of transformers, on a stream of its own, waits where it must."""
+"""The offloaded cache of transformers, on its own stream, waits where it must."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ transformers = pytest.importorskip("transformers")
 
 
 class Forgetful(torch.Stream):
-    """Does not wait for others."""
+    """A stream that does not wait for others."""
 
     def wait_stream(self, stream):
         pass
 
 
 def findings_of_generation(monkeypatch):
-    # It asks for the default stream of CUDA, whatever the device.
+    # The cache asks for CUDA's default stream on any device.
     monkeypatch.setattr(torch.cuda, "default_stream", torch.foo.default_stream)
     config = transformers.LlamaConfig(
         hidden_size=64,

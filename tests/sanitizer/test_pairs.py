@@ -1,4 +1,4 @@
-"""Of each kind wrong programs, which are named, and right ones, which are left alone."""
+"""For each kind of finding, wrong programs are reported, and right ones are not."""
 
 import warnings
 

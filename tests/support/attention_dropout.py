@@ -14,14 +14,14 @@ UNIT = 256.0
 
 
 def with_unit_value(sample):
-    """Make every key's value UNIT in a column of its own."""
+    """Set each key's value to UNIT in a column of its own."""
     query, key, value, *others = sample.inputs
     unit = UNIT * torch.eye(key.shape[2], dtype=value.dtype).expand(*key.shape[:2], -1, -1)
     return dataclasses.replace(sample, inputs=(query, key, unit, *others))
 
 
 def assert_zero_only_where_masked(plain, exact):
-    """Check a call without dropout, so that with it a zero stands for what was dropped."""
+    """Check the weights without dropout: a zero with dropout then means a dropped weight."""
     assert torch.equal(plain.cpu() == 0, exact == 0)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of attention that several files of tests spoil, and what they then expect."""
+"""Arguments of attention that several test files make invalid, and the errors they expect."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import torch
 
 
 def raises(error, message):
-    """Expect exactly this message, but for the note on where C++ raised it."""
+    """Expect exactly this message, without the note on where C++ raised it."""
     return pytest.raises(error, match=rf"\A{re.escape(message)}\Z")
 
 
@@ -55,7 +55,7 @@ def packed(device, **replaced):
 
 
 def paged(device, **replaced):
-    """Make the same with 7 blocks of 4 keys, of which each sequence has up to 3."""
+    """Make arguments of attention_varlen with 7 blocks of 4 keys; each sequence has up to 3."""
     blocks = {
         "key": (7, 4, 4, 8),
         "value": (7, 4, 4, 8),

@@ -1,8 +1,8 @@
-"""Compute attention and its gradients by closed formulas in NumPy, to measure errors with.
+"""Compute attention and its gradients by closed formulas in NumPy, to measure errors.
 
-Nothing here is shared with the operators, with foo_ops/testing/reference.py or with autograd: what
-cancels there, as 1 - tanh^2 does, is written so that it does not. In float64, or in long double
-where float64 itself is measured.
+Nothing here is shared with the operators, with foo_ops/testing/reference.py or with autograd.
+Terms that cancel there, such as 1 - tanh^2, are written here so that they do not. Results are in
+float64, or in long double where the error of float64 itself is measured.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ NAMES = ("output", "logsumexp", "query", "key", "value", "attn_bias", "alibi_slo
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """The weights of a softmax with a sink, whose own weight is apart."""
+    """Softmax weights with a sink; the sink's own weight is kept apart."""
 
     weights: np.ndarray
     of_sink: np.ndarray
@@ -39,7 +39,7 @@ def as_array(value, number):
 
 
 def sums_to(array, shape):
-    """Sum over all that an array of this shape was broadcast to."""
+    """Sum over the dimensions along which an array of this shape was broadcast."""
     array = array.sum(tuple(range(array.ndim - len(shape))))
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
     return array.sum(axes, keepdims=True).reshape(shape)
@@ -59,14 +59,14 @@ def exact_attention(
 ):
     """Return outputs and gradients by name, as arrays.
 
-    Beside the gradients that are sums over keys, as "attn_bias terms" for instance, stand the sums
-    of the absolute values of all that is added up in them: their roundings are in proportion.
+    Each gradient that is a sum over keys has a companion, such as "attn_bias terms": the sum of the
+    absolute values of its terms, to which rounding errors are proportional.
 
     Args:
         inputs: query, key, value, attn_bias, alibi_slopes and sinks; the last three may be missing.
         cotangents: the gradients of output and logsumexp.
-        number: what it is computed in.
-        dropout_factors: what dropout multiplies each weight by.
+        number: the type to compute in.
+        dropout_factors: the factor of each weight under dropout.
     """
     arrays = [None if value is None else as_array(value, number) for value in inputs]
     query, key, value, bias, slopes, sinks = (*arrays, None, None, None)[:6]
@@ -124,7 +124,7 @@ def exact_attention(
     def slope_terms():
         if slopes is None:
             return None
-        # The distance that all pairs have in common is multiplied by what is left of a row's sum.
+        # The distance common to all pairs multiplies a row's sum, which is nearly zero.
         nearest = np.abs(distance)[sees].min(initial=10**9)
         rows = np.abs(grad_scores.sum(-1)).sum(-1) * nearest
         return of_slopes(grad_sizes, nearest) + sums_to(rows, slopes.shape)
@@ -149,6 +149,6 @@ def exact_attention(
 
 
 def relative_error(actual, exact):
-    """Return the norm of the difference over that of the exact result."""
+    """Return the norm of the difference, divided by the norm of the exact result."""
     difference = (as_array(actual, exact.dtype) - exact).ravel()
     return float(np.linalg.norm(difference) / np.linalg.norm(exact.ravel()))

@@ -3,7 +3,7 @@
 import pytest
 
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 ALL = {

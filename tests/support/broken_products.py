@@ -1,4 +1,4 @@
-"""Operators that are wrong in one way each."""
+"""Operators that are each wrong in one way."""
 
 import ctypes
 import dataclasses
@@ -65,7 +65,7 @@ def writing_beside_a(a, b):
 
 
 def writing_byte(tensor, offset):
-    """Write a byte at a distance from the first one; memory of foo is not guarded."""
+    """Write a zero byte ``offset`` bytes from the data's start; memory of foo is not guarded."""
     if tensor.device.type == "cpu" and tensor.numel() > 0:
         ctypes.memset(tensor.data_ptr() + offset, 0, 1)
 
@@ -142,7 +142,7 @@ def looking_at_data(a, b):
 
 
 def specialised_on_a_size(a, b):
-    # Asked of a symbolic size, this makes the graph valid for one size alone.
+    # Guards on the symbolic size: the graph becomes valid for one size alone.
     return a.new_empty(int(a.shape[0]), 3)
 
 
@@ -162,7 +162,7 @@ def fake_of_dense_input(a, b):
 class Broken:
     """A broken operator, the check that finds it, and the message.
 
-    ``register`` is given the operator, and registers what else is broken.
+    ``register`` takes the operator and registers its other broken parts.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Write docs/cuda_operators.md: what PyTorch has for CUDA alone, and what foo has of it.
+"""Write docs/cuda_operators.md: PyTorch's operators for CUDA alone, and foo's support.
 
 python tests/support/cuda_operators.py
 """
@@ -14,7 +14,7 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import DispatchKey
 
 from foo_ops import _C
-from foo_ops.testing.conformance.samples import dtypes_of_cuda, name_of, op_db
+from foo_ops.testing.conformance.cases import dtypes_of_cuda, name_of, op_db
 
 PAGE = Path(__file__).parents[2] / "docs/cuda_operators.md"
 YAML = Path(torchgen.__file__).parent / "packaged/ATen/native"
@@ -61,7 +61,7 @@ float16.
 
 
 class CudaOperator(NamedTuple):
-    """An operator with its overload, and the kind of tensors that CUDA alone has a kernel for."""
+    """An operator with its overload, and the kind of tensors for which only CUDA has a kernel."""
 
     name: str
     kind: str

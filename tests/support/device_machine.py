@@ -1,10 +1,10 @@
-"""Call random sequences on device foo, each beside the same on the CPU.
+"""Run random sequences of calls on device foo and on the CPU, and compare.
 
 Every tensor exists twice, as twins: one on the CPU and one on foo. A step calls one function on
-both sides. After each step the two sides must agree in everything that can be seen of them: values
-bit by bit, sizes, strides, offsets, version counters, pending conjugations, which tensors share
-memory, how large their storages are, and what was raised. Hypothesis chooses the steps and, where
-the sides differ, looks for the shortest sequence that shows it.
+both sides. After each step, everything observable must agree: values bit by bit, sizes, strides,
+offsets, version counters, pending conjugations, which tensors share memory, the sizes of their
+storages, and errors. Hypothesis chooses the steps and, if the sides differ, looks for the shortest
+sequence that shows it.
 
 `tests/device/test_machine.py` runs some hundred steps, `make reliability` a hundred thousand.
 """
@@ -35,7 +35,7 @@ class Twins:
 
 
 def tensors_in(result):
-    """Return the tensors that a call has returned."""
+    """Return the tensors in a call's result."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (tuple, list)):
@@ -51,7 +51,7 @@ def words_of(error):
 
 
 def outcome(function, tensors):
-    """Return what a call returns, or what it raises."""
+    """Return the results of a call, or the error that it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -67,7 +67,7 @@ def bits_of(tensor):
 
 
 def facts_of(tensor):
-    """Return all that can be seen of a tensor, apart from its values and its device."""
+    """Return everything observable about a tensor, except its values and its device."""
     return {
         "dtype": tensor.dtype,
         "shape": tuple(tensor.shape),
@@ -83,13 +83,13 @@ def facts_of(tensor):
 
 
 def sharing(tensors):
-    """Return for each tensor the first one that has the same storage."""
+    """Return, for each tensor, the index of the first tensor with the same storage."""
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     return [storages.index(storage) for storage in storages]
 
 
 def fill_storage(tensor, since=0):
-    """Write zeros into a storage's bytes from one on, which nobody has written yet."""
+    """Zero a storage's bytes from ``since`` on, which are not initialised yet."""
     storage = tensor.untyped_storage()
     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     everything[since:].zero_()
@@ -107,7 +107,7 @@ def names(table):
 
 
 class DeviceMachine(stateful.RuleBasedStateMachine):
-    """Takes random steps; each rule is a kind of step. See the module."""
+    """Takes random steps; each rule is a kind of step. See the module's docstring."""
 
     steps = 0
 
@@ -129,7 +129,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
         assert type(host_error) is type(foo_error), (host_error, foo_error)
         assert words_of(host_error) == words_of(foo_error), f"{host_error}\nand on foo {foo_error}"
         if host_error is not None:
-            # Torch refuses some calls after it has resized what it writes, on one side alone.
+            # Torch refuses some calls after it has resized their result, on one side alone.
             self.twins = [t for t in self.twins if t.host.shape == t.foo.shape]
             if not self.twins:
                 self.add(torch.ones(3))
@@ -146,12 +146,12 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
         del self.twins[:-MOST_TWINS]
 
     def are_too_large(self, *positions):
-        """Return whether large tensors would be broadcast to one that nobody can hold."""
+        """Return whether broadcasting large tensors would need more memory than there is."""
         shapes = {self.twins[position % len(self.twins)].host.shape for position in positions}
         return len(shapes) > 1 and min(shape.numel() for shape in shapes) > 1000
 
     def cannot_be_resized(self, position):
-        """Return whether torch fails with an internal error, as on the CPU after _lazy_clone."""
+        """Return whether torch raises an internal error, as on the CPU after _lazy_clone."""
         twins = self.twins[position % len(self.twins)]
         return any(torch._C._is_cow_tensor(tensor) for tensor in (twins.host, twins.foo))
 
@@ -176,7 +176,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(count=strategies.sampled_from([1000, 33_000, 140_000]))
     def create_large(self, count):
-        """Create a tensor that several threads and blocks of memory of another kind serve."""
+        """Create a tensor large enough for several threads and for another kind of memory block."""
         self.add(torch.arange(count) % 1000 / 7)
 
     @stateful.rule(shape=shapes)
@@ -226,7 +226,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(position=positions, shape=shapes)
     def resize(self, position, shape):
-        """Resize and write: what a larger storage holds beyond the old one is undefined."""
+        """Resize, then zero the bytes that a larger storage adds: they are undefined."""
 
         def resize(tensor):
             old = tensor.untyped_storage().nbytes()
@@ -239,7 +239,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(position=positions, other=positions, name=names(UNARY))
     def free_and_restore_storage(self, position, other, name):
-        """Take memory away and give it back, as sharded parameters do between uses."""
+        """Free a storage and restore it, as sharded parameters do between uses."""
         chosen = self.twins[position % len(self.twins)]
         sizes = []
 
@@ -272,7 +272,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(one=positions, other=positions)
     def mix_devices(self, one, other):
-        """Mix devices, which foo refuses, and nothing changes."""
+        """Mix devices: foo refuses, and nothing changes."""
         one, other = (self.twins[position % len(self.twins)] for position in (one, other))
         if one.host.dim() > 0 and other.host.dim() > 0:
             _, error = outcome(torch.add, [one.foo, other.host])

@@ -1,4 +1,4 @@
-"""The operators, views and writes that random sequences on foo are made of."""
+"""Operators, views and writes for random sequences on foo."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ def saved_and_loaded(tensor):
 
 
 def gradient(function):
-    """Return the gradient of a sum of squares, beside the function's value."""
+    """Return a function that gives ``function``'s value and the gradients of its sum of squares."""
 
     def call(*tensors):
         inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
@@ -55,7 +55,7 @@ def on_a_stream(tensor):
     return result
 
 
-# By name, so that a sequence that fails prints what it calls.
+# By name, so that a failing sequence prints which function it calls.
 UNARY = {
     "abs": torch.abs,
     "foo abs": foo_ops.abs,
@@ -184,7 +184,7 @@ IN_PLACE_OF_TWO = {
     "index_put_": lambda x, y: x.index_put_((y.long().abs() % max(1, len(x)),), x.sum()),
     "set item": lambda x, y: x.__setitem__(slice(None), y),
     "set_": lambda x, y: x.set_(y),
-    # The storage of an expanded tensor is smaller: it would grow by memory that nobody wrote.
+    # An expanded tensor has a smaller storage, which would grow by uninitialised memory.
     "set_ to storage": lambda x, y: x.set_(
         y.untyped_storage(),
         0,
@@ -202,7 +202,7 @@ OUT = {
     "add": lambda x, out: torch.add(x, x, out=out),
     "sum": lambda x, out: torch.sum(x, -1, out=out),
     "cat": lambda x, out: torch.cat([x, x], out=out),
-    # Not matmul: where a composite resizes `out`, other devices than the CPU count a version more.
+    # Not matmul: when a composite resizes `out`, devices other than the CPU count one more version.
     "mm": lambda x, out: torch.mm(x, x, out=out),
     "cumsum": lambda x, out: torch.cumsum(x, 0, out=out),
     "nonzero": lambda x, out: torch.nonzero(x, out=out),

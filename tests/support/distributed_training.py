@@ -1,4 +1,4 @@
-"""Train a small net with processes together, and with one process alone."""
+"""Train a small net on several processes, and on a single one."""
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def loss_of(model, batch):
 def make_net():
     torch.manual_seed(0)
     net = Net().double()
-    # Its statistics are those of a process's part of the batch.
+    # Batch norm's statistics would be those of each process's part of the batch.
     net.layers[1] = nn.Identity()
     return net
 

@@ -1,7 +1,7 @@
 """Compute results in float64, and compare with them.
 
-No result of one dtype is compared with another one of it: which of two is off would remain open,
-and how far both are off differs from processor to processor.
+Two results of the same dtype are never compared: that leaves open which one is off, and how far
+both are off differs from processor to processor.
 """
 
 import copy
@@ -11,11 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 RATIO = 1.5
-"""Of the distances of two right results from the exact one: both have their own roundings."""
+"""Bound on our error over theirs: both results have roundings of their own."""
 
 
 class Doubles(TorchFunctionMode):
-    """Computes in float64 what a function asks for in float32, as norms do, and softmaxes."""
+    """Computes in float64 where a function converts to float32, as norms and softmaxes do."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:
@@ -37,9 +37,9 @@ def exact_copy(module):
 
 
 def assert_near(actual, exact, dtype=None, roundings=16):
-    """Check that no element is off by more than so many roundings of the largest one.
+    """Check that no element is off by more than ``roundings`` roundings of the largest one.
 
-    ``dtype``: of the roundings, if it is not that of the result.
+    ``dtype``: the dtype that rounds, if it is not that of the result.
     """
     assert exact.dtype in (torch.float64, torch.complex128)
     largest = exact.abs().max().item() if exact.numel() else 1.0
@@ -48,8 +48,8 @@ def assert_near(actual, exact, dtype=None, roundings=16):
 
 
 def assert_as_near(ours, theirs, exact, roundings):
-    """Each of our results is off by no more than so many roundings, and all not much more than
-    theirs.
+    """Check that each of our results is off by at most ``roundings``, and all of them together
+    hardly more than theirs.
     """
     off, theirs_off = (
         [roundings_off(*pair) for pair in zip(results, exact, strict=True)]
@@ -61,9 +61,9 @@ def assert_as_near(ours, theirs, exact, roundings):
 
 
 def roundings_off(result, exact):
-    """Return the norm of a tensor's error, in roundings of a number as large as the exact norm.
+    """Return the norm of a tensor's error, in roundings of the norm of the exact tensor.
 
-    The largest difference of a few thousand would say how far off one element is.
+    The largest difference of a few thousand elements would only measure one element.
     """
     assert exact.dtype == torch.float64
     rounding = torch.finfo(result.dtype).eps * exact.norm().item()
@@ -71,7 +71,7 @@ def roundings_off(result, exact):
 
 
 def units_in_the_last_place(actual, expected, dtype):
-    """How far off results are. In float64 what they are compared with errs by half a unit, too."""
+    """Return the largest error in ulps, less the reference's own half in float64."""
     last_place = torch.finfo(dtype).eps * torch.exp2(expected.abs().log2().floor())
     errors = (actual.double() - expected).abs() / last_place
     return errors.max().item() - (0.5 if dtype == torch.float64 else 0)

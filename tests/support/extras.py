@@ -1,8 +1,8 @@
 """Tests that miss a package are skipped, and say how to get it.
 
-`make setup` installs what the tests of operators, device, library and compiler need. Those of other
-libraries, and of what prints and plots, need the extra `test`. A folder's conftest.py imports the
-hook.
+`make setup` installs the packages for tests of operators, device, library and compiler. Tests of
+other libraries, of plots and of printed reports need the extra `test`. A folder's conftest.py
+imports the hook.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""A device with faults, for tests of the conformance runs: the CPU, some functions replaced."""
+"""A faulty device for tests of the conformance runs: the CPU with some functions replaced."""
 
 import itertools
 import os
@@ -10,12 +10,12 @@ right = torch.erfinv
 
 
 def wrong(*args, **kwargs):
-    """Give each call another result."""
+    """Return a different result for each call."""
     return right(*args, **kwargs) + next(calls)
 
 
 def missing(*args, **kwargs):
-    """Work on the CPU, which is asked first, and not on the device."""
+    """Work for every first call, on the CPU, and raise for every second one, on the device."""
     if next(calls) % 2:
         raise NotImplementedError("sinc is not there")
     return torch.sin(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Uses the operators for the first time in many ways, each in a fork of a process that has not.
+"""Uses the operators for the first time in many ways, each in a fork that has not used them.
 
-``python first_uses.py FOLDER`` writes what is loaded, and ``python first_uses.py FOLDER run`` says
-which ways failed.
+``python first_uses.py FOLDER`` writes the files that are loaded, and ``python first_uses.py FOLDER
+run`` prints which ways failed.
 """
 
 import os
@@ -145,7 +145,7 @@ def traced():
 def known_to_cpp():
     assert torch._C._dispatch_has_kernel("foo::abs.out")
     assert torch._C._jit_get_schemas_for_operator("foo::attention")
-    # What programs look for in any module.
+    # Attributes that programs look up in any module.
     assert not any(hasattr(torch.ops.foo, name) for name in ("__self__", "__wrapped__", "__path__"))
     assert is_cold()
 

@@ -1,7 +1,7 @@
-"""Touches device foo for the first time in many ways, each in a fork of a process that has not.
+"""Touches device foo for the first time in many ways, each in a fork that has not used it.
 
-It prints which ways failed. After each of them, operators run on every kind of tensors: those
-without a kernel of foo find the fallback of their kind.
+Prints which ways failed. After each of them, operators run on every kind of tensor: those without a
+kernel of foo find the fallback of their kind.
 """
 
 import io
@@ -58,7 +58,7 @@ def same(result, expected):
     assert torch.equal(result.cpu().to_dense(), expected.to_dense())
 
 
-# The first ones call operators by themselves: functions of Python prepare the device before.
+# The first ones call operators directly: Python functions would prepare the device before.
 def indices_by_operator():
     same(aten.tril_indices.default(3, 3, device=FOO), torch.tril_indices(3, 3))
 
@@ -232,7 +232,7 @@ def scripted():
 
 
 def scripted_in_threads():
-    """They run at once, as functions of Python do not."""
+    """TorchScript runs the calls at the same time, unlike Python functions."""
     in_threads(scripted)
 
 
@@ -241,7 +241,7 @@ def kinds_in_threads():
 
 
 def fork_after(seconds):
-    """Fork when another thread, without Python's lock, has been at the first use for some time."""
+    """Fork after another thread, which does not hold the GIL, has run its first use for a while."""
     empty = aten.empty_strided.default
     thread = threading.Thread(target=empty, args=([2], [1]), kwargs={"device": FOO})
     thread.start()
@@ -256,13 +256,13 @@ def fork_after(seconds):
 
 
 def forked_meanwhile():
-    """A child is that of a process that has used the device, or that has not: never half of it."""
+    """A child's device is fully initialised or not at all, never half."""
     for seconds in (0, 0.002, 0.005, 0.01):
         assert succeeds(lambda seconds=seconds: fork_after(seconds))
 
 
 def operator_of_a_user():
-    """A kernel that is registered before the first use stays in front of the fallback."""
+    """A user's kernel registered before the first use takes precedence over the fallback."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("relu", lambda x: x.mul(3), "SparsePrivateUse1")
     same(MATRIX.to("foo").to_sparse().relu(), 3 * MATRIX)

@@ -17,7 +17,7 @@ def make(*shapes, dtype=torch.float32, device="cpu", seed=0):
 def expected(
     q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, softmax_scale=None, alibi_slopes=None
 ):
-    """Return what one sequence gives: q (Sq, H, D), k and v (Sk, Hkv, D), slopes (H,)."""
+    """Return one sequence's attention for q (Sq, H, D), k and v (Sk, Hkv, D), slopes (H,)."""
     q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))

@@ -1,7 +1,7 @@
-"""Compute flex attention densely in float64, to measure errors with, by torch's operators alone.
+"""Compute flex attention densely in float64, with torch's operators alone, to measure errors.
 
-The functions of a user are called once, with tensors of all scores in the place of numbers: nothing
-here is traced, compiled, or shared with the operators.
+The user's functions are called once, with tensors of all scores in place of numbers: nothing here
+is traced, compiled, or shared with the operators.
 """
 
 import dataclasses
@@ -12,13 +12,15 @@ import torch
 NAMES = ("output", "logsumexp", "query", "key", "value")
 
 ROUNDINGS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 4, torch.float16: 4}
-"""Of the norm of a result. Low precision rounds a result, the weights and the output that the
-gradients start from, each by half a unit; the others add up as many products as there are keys.
+"""Roundings of a result's norm.
+
+Low precision rounds a result, the weights, and the output from which the gradients start, each by
+half a unit; float32 and float64 add as many products as there are keys.
 """
 
 
 class Tensors:
-    """Makes what functions capture, the same for the same order, and remembers what has gradients.
+    """Makes captured tensors, equal for an equal order of calls, and remembers the leaves.
 
     Numbers are rounded to ``rounded_to`` before they become ``dtype``.
     """
@@ -40,14 +42,14 @@ class Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Exact results and gradients, and how large the terms are that gradients add up."""
+    """Exact results and gradients, and the size of the terms that each gradient sums."""
 
     results: list
     sizes: list
 
 
 def places(batch, heads, queries, keys, first_batch=0):
-    """Return what functions are told of each score, as tensors that broadcast with the scores."""
+    """Return each score's batch, head, query and key, as tensors that broadcast with the scores."""
     counts = (batch, heads, queries, keys)
     numbers = [torch.arange(count, dtype=torch.int32) for count in counts]
     numbers[0] = numbers[0] + first_batch
@@ -57,7 +59,7 @@ def places(batch, heads, queries, keys, first_batch=0):
 
 
 def dense(query, key, value, score_mod=None, sees=None, scale=None, first_batch=0):
-    """Return output and logsumexp, and the scores before and behind a function.
+    """Return output, logsumexp, and the scores before and after ``score_mod``.
 
     Args:
         sees: a tensor of bools that broadcasts with the scores, or a function of places.
@@ -114,15 +116,15 @@ def exact_of(inputs, captured, cotangents, score_mod=None, sees=None, **options)
 
 
 def assert_results(actual, exact, dtype, roundings=None):
-    """Check that each result is off by no more than so many roundings of its size."""
+    """Check that each result is off by no more than ``roundings`` roundings of its size."""
     roundings = ROUNDINGS[dtype] if roundings is None else roundings
     names = [*NAMES, *(f"captured {number}" for number in range(len(exact.results) - len(NAMES)))]
     for name, result, value, size in zip(names, actual, exact.results, exact.sizes, strict=True):
-        # A gradient has the dtype of what is captured.
+        # A gradient has the dtype of the captured tensor.
         eps = roundings * torch.finfo(dtype).eps + torch.finfo(result.dtype).eps
         result = result.detach().cpu().double()
         assert result.shape == value.shape, (name, result.shape, value.shape)
-        # What sees nothing has no finite logsumexp.
+        # A row that sees no key has an infinite logsumexp.
         assert torch.equal(result.isfinite(), value.isfinite()), name
         assert torch.equal(result[~result.isfinite()], value[~value.isfinite()]), name
         error = (result - value)[value.isfinite()].norm().item()
@@ -143,7 +145,7 @@ def cotangents_of(query, value, dtype):
 
 
 def qkv(sizes, dtype, device, key_heads=None, value_dim=None, head_dim=16):
-    """Draw query, key and value of (batch, heads, queries, keys)."""
+    """Draw query, key and value; ``sizes`` are (batch, heads, queries, keys)."""
     batch, heads, queries, keys = sizes
     key_heads, value_dim = key_heads or heads, value_dim or head_dim
     generator = torch.Generator().manual_seed(3)
@@ -162,7 +164,7 @@ def qkv(sizes, dtype, device, key_heads=None, value_dim=None, head_dim=16):
 
 
 def results_of(function, inputs, captured, cotangents):
-    """Return output, logsumexp and all gradients of a call that returns the first two."""
+    """Return output and logsumexp of a call, and all gradients."""
     output, logsumexp = function(*inputs)
     gradients = torch.autograd.grad(
         (output, logsumexp),

@@ -1,4 +1,4 @@
-"""Run texts of programs in the kernels of flex attention, and read what they make of scores.
+"""Run texts of programs in the kernels of flex attention, and read the scores they compute.
 
 Each query sees one key, so that its logsumexp is the score that the program made.
 """
@@ -17,7 +17,7 @@ output 4"""
 
 
 class Writer:
-    """Writes a program, node by node, each of which is known by its number."""
+    """Writes a program node by node; each node is known by its number."""
 
     def __init__(self):
         self.nodes, self.numbers, self.integers, self.gradients = [], [], [], []
@@ -44,7 +44,7 @@ class Writer:
         return self.add(dtype, "load", captured, *indices)
 
     def finite(self, node, dtype):
-        """Make a finite number of any float, from which it can be told."""
+        """Map any float to a finite number that identifies it."""
         is_number = self.add("bool", "eq", node, node)
         bounds = [self.number(it, dtype) for it in (-LARGEST, LARGEST, NOT_A_NUMBER)]
         above = self.add(dtype, "maximum", node, bounds[0])
@@ -59,7 +59,7 @@ class Writer:
 
 
 def finite(values):
-    """Do to tensors what `Writer.finite` does to nodes."""
+    """Apply `Writer.finite` to a tensor."""
     values = torch.where(values.isnan(), NOT_A_NUMBER, values.double())
     return values.clamp(-LARGEST, LARGEST)
 
@@ -70,7 +70,7 @@ def seen_keys(queries, keys):
 
 
 def call_of(writer, output, sizes, query, key, captured, dtype, device):
-    """Return the arguments of a call whose queries see one key each."""
+    """Return the arguments of a call in which each query sees one key."""
     batch, heads, queries, keys = sizes
     query = query.to(dtype).view(batch, heads, queries, 1).to(device)
     key = key.to(dtype).view(batch, heads, keys, 1).to(device)
@@ -90,6 +90,6 @@ def call_of(writer, output, sizes, query, key, captured, dtype, device):
 
 
 def scores_of(writer, output, sizes, query, key, captured, dtype, device):
-    """Return what a program makes of the score of each query and the key that it sees."""
+    """Return the score that a program computes for each query and the key it sees."""
     inputs, options = call_of(writer, output, sizes, query, key, captured, dtype, device)
     return torch.ops.foo.flex_attention(*inputs, **options)[1].cpu().double()

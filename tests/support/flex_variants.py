@@ -1,7 +1,7 @@
 """Variants of attention that users write for flex_attention, as functions of single numbers.
 
 A maker takes ``new(*shape)``, which makes a tensor that requires a gradient, and ``integers(high,
-*shape)``, and returns a score_mod and a mask_mod, of which one may be None. Shapes are those of
+*shape)``; it returns a score_mod and a mask_mod, either of which may be None. Shapes are those of
 `SIZES`.
 """
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 4, 70, 90
-# Rows of an image that has KEYS pixels.
+# Row length of an image of KEYS pixels.
 WIDTH = 10
 VARIANTS = {}
 
@@ -205,6 +205,6 @@ def embeddings(new, integers):
 
 @variant
 def poisoned_zeros(new, integers):
-    """Make NaN of scores that are exactly zero, as those beside the last query are."""
+    """Turn scores that are exactly zero, such as those beyond the last query, into NaN."""
     zeros = integers(1, HEADS)
     return lambda score, b, h, q, k: score + zeros[h] * torch.log(score.abs()), None

@@ -1,6 +1,6 @@
 """Run programs in forks of a process that has imported torch: a new interpreter takes a second.
 
-Such a process has imported neither foo_ops nor Numba, started no thread and called no kernel.
+The server has imported neither foo_ops nor Numba, started no thread and called no kernel.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ SIZE_OF_NUMBERS = 4
 
 
 def serve(connection):
-    """Start a program for each request, until the tests end. Return in the program's process."""
+    """Fork for each request until the tests end; return in the program's own process."""
     programs = {}
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -38,7 +38,7 @@ def serve(connection):
             if not request["is_new"]:
                 import torch  # noqa: F401
 
-                # A collection in a fork, as at its end, would copy all memory that it looks at.
+                # A collection in a fork, for example at exit, would copy every page that it visits.
                 gc.freeze()
             process = os.fork()
             if process == 0:
@@ -56,12 +56,12 @@ def serve(connection):
 
 
 def finish(descriptor, process, status):
-    """End what is left of a program, and send its exit status."""
-    # Until somebody waits for the program, no other process gets its number.
+    """Kill a program's remaining processes, and send its exit status."""
+    # Until the program is waited for, no other process gets its id.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    # Perhaps nobody wants to know.
+    # The reader may be gone.
     with contextlib.suppress(BrokenPipeError):
         send(status, code)
     os.close(status)
@@ -73,14 +73,14 @@ def send(status, number):
 
 
 def become(request, streams, status):
-    """Turn this process into one that a shell has started."""
+    """Set up this process as if a shell had started it."""
     os.setpgid(0, 0)
     send(status, os.getpid())
     os.close(status)
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
-    # A shell that runs the tests in the background has them ignore it.
+    # A shell that runs the tests in the background makes them ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
     if request["is_new"]:

@@ -1,6 +1,6 @@
 """Tries ways of doing something for the first time, each in a fork of this process.
 
-A process imports torch once, and no way finds what another one has left.
+torch is imported only once, and no way sees the state that another one leaves.
 """
 
 import os
@@ -10,7 +10,7 @@ import traceback
 
 
 def succeeds(way):
-    """Run it in a child, which must end in time."""
+    """Run ``way`` in a child process, which must end in time."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -24,7 +24,7 @@ def succeeds(way):
 
 
 def failures(ways):
-    """Return the names of those that raise; standard error tells of each."""
+    """Return the names of the ways that raise; the errors go to standard error."""
     return [way.__name__ for way in ways if not succeeds(way)]
 
 

@@ -1,4 +1,4 @@
-"""Inputs of scaled_dot_product_attention, and which operators it runs on."""
+"""Inputs of scaled_dot_product_attention, and the operators it runs."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +7,7 @@ from foo_ops.testing import reference
 
 
 def heads_in_front(*shape):
-    """Make (batch, heads, length, head_dim) as a model does of (batch, length, heads, head_dim)."""
+    """Make (batch, heads, length, head_dim) as a transposed (batch, length, heads, head_dim)."""
     batch, heads, length, size = shape
     return torch.randn(batch, length, heads, size, dtype=torch.float64).transpose(1, 2)
 
@@ -19,7 +19,7 @@ def some_keys(*shape):
 
 
 class Operators(TorchDispatchMode):
-    """Notes which operators run."""
+    """Records which operators run."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Operators(TorchDispatchMode):
 
 
 def on_foo(tensor, dtype=None):
-    """Make a leaf on foo, with the strides of the tensor."""
+    """Make a leaf on foo with the strides of ``tensor``."""
     return (
         tensor.to("foo", dtype if tensor.is_floating_point() else None)
         .detach()
@@ -40,7 +40,7 @@ def on_foo(tensor, dtype=None):
 
 
 def expected_of(inputs, options, cotangent, **more):
-    """Return output and gradients of the plain float64 formula, for what foo got."""
+    """Return output and gradients of the float64 formula, for the inputs as foo got them."""
     options = {name: value for name, value in options.items() if name != "enable_gqa"}
     mask = options.pop("attn_mask", None)
     leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]

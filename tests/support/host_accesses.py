@@ -1,4 +1,4 @@
-"""Programs in which code that is no kernel uses the address of a tensor, and right ones."""
+"""Programs in which code other than kernels uses a tensor's address, and correct ones."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""Programs in which the host meets copies of pinned memory."""
+"""Programs in which the host reads or writes pinned memory while copies run."""
 
 import ctypes
 
@@ -122,7 +122,7 @@ def write_the_part_that_is_copied(side, other, *, right):
 def numpy_writes_during_a_copy(side, other, *, right):
     host = pinned()
     host.to("foo", non_blocking=True)
-    # To read is no harm.
+    # Reading is harmless.
     host.numpy().sum()
     if right:
         default().synchronize()

@@ -2,7 +2,7 @@
 
 Reads lines of JSON: an edit, as a path below foo_ops/kernels and its new text, or null; kernels as
 pairs of a name and a signature; whether LLVM makes machine code, or Numba its IR alone. Writes a
-line for each: key and hash of the code of each kernel, with the error in place of a hash, and the
+line for each: key and code hash of each kernel, with the error in place of a failed hash, and the
 modules of foo_ops/kernels that were imported for them.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import foo_ops.ops  # noqa: F401
 from foo_ops import kernels
-from foo_ops.kernels.compiler import emit, load, sources
+from foo_ops.kernels.compiler import cache, emit, sources
 from foo_ops.kernels.compiler.kernel import KERNELS, Kernel
 
 FOLDER = Path(kernels.__file__).parent
 
 
 def in_fork(function):
-    """Return what a function returns in a fork."""
+    """Run a function in a fork and return its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -42,7 +42,7 @@ def kernel_modules():
 
 
 def made(kernels, emits):
-    """Return keys and codes of kernels, and their modules, as in a process that starts now."""
+    """Return keys and codes of kernels, and their modules, as a new process would."""
     if not emits:
         emit._emit = lambda module, vectorizes: str(module).encode()
     sources._AT_IMPORT.update(sources._state())
@@ -52,7 +52,7 @@ def made(kernels, emits):
 
 def key_and_code(name, signature):
     kernel = KERNELS[name]
-    key = load._key(kernel, signature)
+    key = cache._key(kernel, signature)
     try:
         code = emit.compile_kernel(functools.partial(kernel.build, signature))
     except Exception as error:
@@ -77,9 +77,9 @@ def edited(edit):
 
 
 def main():
-    # A file that is edited twice in a second has one date.
+    # A file that is edited twice within a second keeps one date.
     sys.dont_write_bytecode = True
-    # It loads Numba and what the compiler has, which no edit changes.
+    # Loads Numba and the compiler's own modules, which no edit changes.
     emit.compile_kernel(lambda: Kernel(lambda: None, ()))
     print(json.dumps(sorted(kernel_modules())), flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Kernels that run compiled, and as plain Python: ``python kernels_to_interpret.py FILE``."""
+"""Kernels that run compiled and interpreted: ``python kernels_to_interpret.py FILE``."""
 
 import math
 import sys
@@ -53,7 +53,7 @@ def mean(norms, mean):
 @library.register_kernel("interpreted::norms", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True, finish=mean)
 def norms(x, eps, norms, mean, rows):
-    """In explicit vectors, and what is left one by one."""
+    """Normalise with explicit vectors; the remainder one by one."""
     size, step = x.shape[-1], language.lanes(x)
     for row in rows:
         data = x.row(row)
@@ -78,7 +78,7 @@ def refuse_index(x, index):
 @library.register_kernel("interpreted::pick", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True, tiles=lambda index: index.size, refuse=refuse_index)
 def pick(x, index, output, places):
-    """Write which of the first 8 numbers of a row are large, and how many at the end."""
+    """Write the places of large numbers among a row's first 8, and their count at the end."""
     for place in places:
         row = index[place]
         if not 0 <= row < x.shape[0]:
@@ -105,7 +105,7 @@ def is_refused(x, index):
 
 
 def calls(device, dtype):
-    """The results of all of them, on the cpu. Each rounds in one way alone."""
+    """Return all kernels' results on the cpu; each can be rounded in only one way."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(5, 19, generator=generator, dtype=torch.float64) + 0.1 for _ in range(2))
     x, y = x.to(device, dtype), y.to(device, dtype)
@@ -118,7 +118,7 @@ def calls(device, dtype):
     results += [scaled, *torch.ops.interpreted.norms(x, 1e-6)]
     results += [torch.ops.interpreted.blend_(x.clone(), torch.ones((), dtype=dtype))]
     results += [torch.ops.foo.abs(-x), torch.ops.foo.abs(x.to(torch.complex64)).float()]
-    # An odd number above 256 is halfway between two that bfloat16 has.
+    # An odd number above 256 lies halfway between two bfloat16 numbers.
     triples = torch.arange(1, 200, device=device).to(dtype).view(1, -1)
     results += [torch.ops.interpreted.scale_(triples, torch.full((1,), 3, device=device))]
     rows = torch.tensor([4, 0, 2, 1], device=device)

@@ -1,4 +1,4 @@
-"""Attention as its formula says, of torch's operators for matrices."""
+"""Attention by its formula, with torch's matrix operators."""
 
 import torch
 

@@ -10,7 +10,7 @@ NAMES = map("op{}".format, itertools.count())
 
 
 class Torchs:
-    """torch's own copy of the API, with the name that only ours has."""
+    """torch's own copy of the API, with the one name that only ours has."""
 
     def __getattr__(self, name):
         import torch._custom_ops
@@ -32,7 +32,7 @@ def find(qualname):
 
 
 def scaled(api, backward=None, save=None, **options):
-    """Define x * factor, with a formula where one is given."""
+    """Define x * factor, with a gradient formula if one is given."""
     qualname = define(api)
     api.impl(qualname, device_types="cpu")(lambda x, factor: x * factor)
     api.impl_abstract(qualname)(lambda x, factor: torch.empty_like(x))

@@ -12,7 +12,7 @@ Part = tuple[int, int]
 
 
 def part(text: str) -> Part:
-    """Return the numbers of K/N, as an option of a command line gives them."""
+    """Parse the option K/N and return both numbers."""
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"part must be K/N with K from 1 to N, got {text!r}")
@@ -20,7 +20,7 @@ def part(text: str) -> Part:
 
 
 def whole(*values: object) -> list[Any]:
-    """Mark values of a parameter that ``make test-all`` has, and ``make test`` has not.
+    """Mark parameter values that ``make test-all`` runs and ``make test`` does not.
 
     A tuple has a value for each of several parameters.
     """
@@ -29,6 +29,6 @@ def whole(*values: object) -> list[Any]:
 
 
 def part_of(items: Sequence[Item], part: Part) -> Sequence[Item]:
-    """Return every Nth item from the Kth on, so that neighbours, which are alike, are spread."""
+    """Return every Nth item from the Kth on: neighbours are alike, so parts get some of each."""
     number, count = part
     return items[number - 1 :: count]

@@ -1,4 +1,4 @@
-"""Run programs in processes of their own, since these may hang, or end by a signal."""
+"""Run programs in separate processes, since they may hang or be killed by a signal."""
 
 import atexit
 import functools
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from support import fork_server
 
-# More than a program needs on a busy machine, and less than a test that hangs may take.
+# More than any program needs on a busy machine, and less than a hanging test may take.
 SECONDS = 240
 
 
-# ``become(user)`` gives up the rights of root. The compiler is used once before, since what Python
-# imports may not be for this user to read.
+# ``become(user)`` gives up root's rights. The compiler runs once before, since this user may be
+# unable to read the modules that Python imports.
 BECOME = """
 import os, tempfile
 import torch
@@ -38,14 +38,13 @@ def become(user):
 """
 
 
-# ``at(moment, action)`` acts when the compiler comes to a moment for the first time, in the
-# middle of its work.
+# ``at(moment, action)`` acts the first time the compiler reaches a moment in its work.
 AT_MOMENT = """
 import time
-from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler import cache, emit
 
 def at(moment, action):
-    module = load if moment in ("_key", "link") else emit
+    module = cache if moment in ("_key", "link") else emit
     function = getattr(module, moment)
     def changed(*arguments):
         setattr(module, moment, function)
@@ -57,8 +56,8 @@ def at(moment, action):
 """
 
 
-# Read when foo_ops, Numba, Inductor, Accelerate or pytest are imported, or later. For others a
-# process must be new, since torch and its libraries have read them.
+# Variables read when foo_ops, Numba, Inductor, Accelerate or pytest are imported, or later. Other
+# variables need a new process, since torch and its libraries have read them already.
 READ_LATE = (
     *("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCHINDUCTOR_"),
     *("ACCELERATE_", "PYTEST_"),
@@ -69,7 +68,7 @@ ENVIRONMENT = dict(os.environ)
 
 
 def run(program, cache, *arguments, **environment):
-    """Return what the program printed and logged. It keeps its kernels in a folder of its own."""
+    """Return a program's output and log; its kernels are kept in the folder ``cache``."""
     process = python(program, *arguments, FOO_CACHE_DIR=str(cache), **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip(), process.stderr.strip()
@@ -81,17 +80,21 @@ def python(program, *arguments, seconds=SECONDS, **options):
 
 
 def module(name):
-    """Return a program that does the same as ``python -m name``."""
+    """Return a program equivalent to ``python -m name``."""
     return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
 def start(program, *arguments, folder=None, input="", new=False, **environment):
     """Start a program, which is text or a Path, as ``python -c text`` or ``python file`` does.
 
-    It runs in a fork of a process that has imported torch. Where it sets variables that torch
-    reads, or `new` is given, it gets an interpreter of its own, which takes ten times as long.
-    It can import what tests can: foo_ops, benchmarks and support. Its variables are those with
-    which the tests started and the given ones, whatever libraries have set in this process since.
+    The program runs in a fork of a process that has imported torch. If `new` is given, or the
+    program
+    sets variables that torch reads, it gets an interpreter of its own, which takes ten times as
+    long.
+    It can import everything that tests can: foo_ops, benchmarks and support. Its variables are
+    those
+    with which the tests started and the given ones, whatever libraries have set in this process
+    since.
     """
     path = [*filter(None, [ENVIRONMENT.get("PYTHONPATH")]), REPOSITORY, REPOSITORY / "tests"]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment
@@ -108,10 +111,11 @@ def start(program, *arguments, folder=None, input="", new=False, **environment):
 
 
 class Process:
-    """A program that runs. What it leaves behind, processes and files of output, ends with it."""
+    """A running program. Its remaining processes and output files end with this object."""
 
     def __init__(self, request, input):
-        # Files without names: none is left behind, and who gives up his rights can write to them.
+        # Unnamed files: nothing is left on disk, and a program without root's rights can write
+        # them.
         streams = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(3)]  # noqa: SIM115
         self._input, self._printed, self._logged = streams
         self._input.write(input)
@@ -126,7 +130,7 @@ class Process:
         self.pid = self._number()
 
     def wait(self, seconds=SECONDS):
-        """Return a subprocess.CompletedProcess, or kill the program after so many seconds."""
+        """Return a subprocess.CompletedProcess; kill the program after this many seconds."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         is_late = not poll.poll(seconds * 1000)
@@ -139,7 +143,7 @@ class Process:
         return subprocess.CompletedProcess("a program", code, printed, logged)
 
     def _number(self):
-        """Return the next number from the server: the process, then how it ended."""
+        """Return the server's next number: first the process id, then its exit status."""
         number = self._status.read(fork_server.SIZE_OF_NUMBERS)
         assert number, "the server of forks has ended"
         return int.from_bytes(number, sys.byteorder, signed=True)
@@ -150,7 +154,7 @@ class Process:
 
 
 def connection_to_server():
-    """Return the connection to the server of this process, which is started when needed."""
+    """Return the connection to this process's server; start one if there is none."""
     server, connection = start_server()
     if server.poll() is None:
         return connection
@@ -162,7 +166,7 @@ def connection_to_server():
 def start_server():
     connection, connection_of_server = socket.socketpair()
     folder = tempfile.TemporaryDirectory(prefix="foo_ops-tests-")
-    # With the name of what Python itself runs under programs, as runpy: the sanitizer does not show
+    # Named like a module that Python itself runs under programs, as runpy: the sanitizer then omits
     # its calls.
     code = py_compile.compile(
         fork_server.__file__, f"{folder.name}/server.pyc", "<frozen fork_server>", doraise=True
@@ -170,7 +174,7 @@ def start_server():
     server = subprocess.Popen(
         [sys.executable, code, str(connection_of_server.fileno())],
         env=ENVIRONMENT | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        # Ctrl-C is for this process, which then ends the server.
+        # Ctrl-C goes to this process, which then ends the server.
         start_new_session=True,
         pass_fds=[connection_of_server.fileno()],
         stdin=subprocess.DEVNULL,
@@ -182,7 +186,7 @@ def start_server():
 
 
 def stop(server, connection, folder):
-    """End the server, and with it the programs that still run."""
+    """End the server and all programs that still run."""
     connection.close()
     server.wait()
     folder.cleanup()

@@ -1,4 +1,4 @@
-"""Define an operator in Python that is right, and judge others like it by check_operator."""
+"""Define a correct operator in Python, and run check_operator on broken variants of it."""
 
 import itertools
 import re
@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def define(kernel, schema=PRODUCT, *, fake, name=None, tags=()):
-    """Define a new operator in the namespace broken, with a kernel for both devices."""
+    """Define a new operator in the namespace ``broken``, with a kernel for both devices."""
     name = name or next(NAMES)
     torch.library.define(f"broken::{name}", schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     torch.library.impl(f"broken::{name}", ("cpu", "foo"), kernel)
@@ -39,7 +39,7 @@ def remember(ctx, inputs, output):
 
 
 def product(a, b):
-    """Multiply as the right kernel does: results are contiguous, whatever the strides."""
+    """Multiply as the correct kernel does: results are contiguous, whatever the strides."""
     return (a * b).contiguous()
 
 
@@ -68,7 +68,7 @@ def spec_of(operator, **changes):
 
 
 def product_spec(kernel=product, *, fake=empty_product, backward=product_backward, **changes):
-    """Make the spec of a * b, which is broken where something else is given."""
+    """Make the spec of a * b; each argument replaces a part by a broken one."""
     operator = define(kernel, fake=fake)
     if backward is not None:
         torch.library.register_autograd(operator, backward, setup_context=remember)
@@ -76,7 +76,7 @@ def product_spec(kernel=product, *, fake=empty_product, backward=product_backwar
 
 
 def failures_of(spec, checks=None):
-    """Return the messages, by the ids of the cases that fail."""
+    """Return the messages of the failing cases, by case id."""
     with pytest.raises(OperatorCheckError) as caught:
         check_operator(spec, checks=checks)
     return {case.id: str(error) for case, error in caught.value.failures}

@@ -1,10 +1,10 @@
-"""Random numbers that are drawn on both devices from the same seed."""
+"""Draw random numbers on both devices from the same seed."""
 
 import torch
 
 
 def drawn_on_both(draw):
-    """Draw twice on the CPU, and on foo, which must leave the CPU's generator as it is."""
+    """Draw twice on the CPU and on foo, where the CPU's generator must not move."""
     torch.manual_seed(5)
     expected = draw("cpu"), draw("cpu")
     torch.manual_seed(5)

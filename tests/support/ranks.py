@@ -1,4 +1,4 @@
-"""Run checks on several processes that are one group of torch.distributed.
+"""Run checks on several processes that form one torch.distributed group.
 
 A file of checks ends with ``run_checks(globals())``, and a test calls `run_on_ranks` with it.
 """
@@ -13,7 +13,7 @@ from support.processes import start
 
 
 def run_on_ranks(script, ranks, tmp_path, *checks, backend="gloo"):
-    """Run some functions of a script on each process, and fail with what they say."""
+    """Run some functions of a script on each process; fail with their error messages."""
     store = tmp_path / "store"
     started = [start(script, rank, store, ranks, backend, *checks) for rank in range(ranks)]
     ended = [process.wait(300) for process in started]
@@ -26,10 +26,10 @@ def refuses(error, message):
 
 
 def run_checks(functions):
-    """Join the group as the command line says, and run the functions that it names."""
+    """Join the group given on the command line, and run the functions that it names."""
     rank, file, ranks, backend, *names = sys.argv[1:]
     dist.init_process_group(
-        # None: that of the accelerator.
+        # None: the accelerator's backend.
         None if backend == "None" else backend,
         init_method=f"file://{file}",
         rank=int(rank),

@@ -1,4 +1,4 @@
-"""Functions of scores that users write, each with the tensors whose gradients it asks for.
+"""Users' functions of scores, each with the tensors whose gradients it needs.
 
 A maker takes ``new(*shape)``, which makes a tensor that requires a gradient, and ``integers(high,
 *shape)``. Shapes are those of `SIZES`.

@@ -1,4 +1,4 @@
-"""Operators of the kit with and without rows that processes can share, for tests."""
+"""Operators of the kit for tests, with rows that processes can share and without."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""An operator of a user: a program that runs a package with it imports it, too."""
+"""A user's operator; a program that runs a package containing it imports this module too."""
 
 from foo_ops import library
 

@@ -1,4 +1,4 @@
-"""What programs on streams begin with."""
+"""Imports and helpers that programs on streams share."""
 
 import torch
 

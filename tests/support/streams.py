@@ -1,6 +1,6 @@
-"""Programs on streams, for the sanitizer: of each kind pairs of a wrong one and a right one.
+"""Programs on streams for the sanitizer: pairs of a wrong and a right one for each finding.
 
-Each is a function of two streams. The wrong one forgets what the right one does.
+Each is a function of two streams. The wrong one leaves out the synchronisation of the right one.
 """
 
 import torch

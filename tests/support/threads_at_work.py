@@ -1,8 +1,8 @@
 """Eight threads that allocate, copy, draw, compile and compute on the CPU and on foo at once.
 
-Each thread does its work with numbers of its own, so whatever another thread changes is seen. In
-the end every figure must be exact: results bit by bit, the states of the random generators, and the
-memory that is in use.
+Each thread works with numbers of its own, so any interference by another thread shows. At the end
+every figure must be exact: results bit by bit, the states of the random generators, and the memory
+in use.
 """
 
 import collections
@@ -19,9 +19,9 @@ from foo_ops import library
 
 THREADS = 8
 LARGEST = 1 << 20  # elements of a tensor
-DRAWN = 5  # numbers of a draw from a default generator
-# Operators with a generator among their arguments, and without. Each takes as much from the
-# generator every time, so that the order of draws makes no difference to its state.
+DRAWN = 5  # numbers per draw from a default generator
+# Operators with a generator argument and without. Each advances the generator by the same amount
+# every time, so the order of draws does not affect the state.
 DRAWS = {
     "rand": lambda device: torch.rand(DRAWN, device=device),
     "dropout": lambda device: F.dropout(torch.ones(DRAWN, device=device), 0.5),
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_nothing_is_left() -> None:
-    """Check that every figure of what is in use is zero, and that the cache can be emptied."""
+    """Check that every memory-in-use figure is zero and that the cache can be emptied."""
     gc.collect()
     for index in range(torch.foo.device_count()):
         stats = torch.foo.memory_stats(index)
@@ -46,7 +46,7 @@ def check_nothing_is_left() -> None:
 
 
 def attend(device: torch.device | str) -> list[torch.Tensor]:
-    """Compute attention and its gradients, which every call must give bit by bit."""
+    """Compute attention and its gradients; each call must return the same bits."""
     numbers = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 33, 16, generator=numbers) for _ in range(3)]
     inputs = [tensor.to(device).requires_grad_() for tensor in inputs]
@@ -55,7 +55,7 @@ def attend(device: torch.device | str) -> list[torch.Tensor]:
 
 
 class Work:
-    """The work of one thread, a step at a time."""
+    """One thread's work, step by step."""
 
     def __init__(self, seed: int, expected: list[torch.Tensor]) -> None:
         self._seed = seed
@@ -82,7 +82,7 @@ class Work:
         assert tensor.eq(value).all(), f"thread {self._seed}: another thread wrote here"
 
     def _allocate(self) -> None:
-        """Make a tensor with a number of this thread in each element."""
+        """Make a tensor filled with a number of this thread."""
         size = self._numbers.randrange(1, 1 << self._numbers.randrange(1, LARGEST.bit_length()))
         value = self._seed * 1000 + self._numbers.randrange(1000)
         tensor = torch.full((size,), value, device=self._numbers.choice(DEVICES))
@@ -100,7 +100,7 @@ class Work:
             self._kept[place] = copied, value
 
     def _draw(self) -> None:
-        """Draw from a generator of this thread, which has its own sequence."""
+        """Draw from this thread's generator, which has its own sequence."""
         seed, device = self._numbers.randrange(1000), self._numbers.choice(DEVICES)
         drawn = torch.randn(100, generator=torch.Generator(device).manual_seed(seed), device=device)
         expected = torch.randn(100, generator=torch.Generator().manual_seed(seed))
@@ -116,7 +116,7 @@ class Work:
             assert torch.equal(result.cpu(), expected), f"thread {self._seed}: another result"
 
     def _compile(self) -> None:
-        """Compile a kernel that nobody has used before."""
+        """Compile a kernel that was never compiled before."""
         name = f"foo_threads::scale_{self._seed}_{self._compiled}"
         self._compiled += 1
         scale = self._seed + self._compiled / 7
@@ -134,7 +134,7 @@ def state_of(device: str) -> torch.Tensor:
 
 
 def check_draws(draws: collections.Counter[tuple[str, str]]) -> None:
-    """Check that the default generators are where one thread alone would have brought them."""
+    """Check that the default generators are in the state that one thread would leave."""
     states = {device: state_of(device) for device in DEVICES}
     torch.manual_seed(0)
     for (device, name), count in draws.items():
@@ -145,7 +145,7 @@ def check_draws(draws: collections.Counter[tuple[str, str]]) -> None:
 
 
 def run_threads(seconds: float) -> int:
-    """Return how many steps the threads took. Raises where a figure is not exact."""
+    """Return the number of steps that all threads took. Raises if a figure is not exact."""
     torch.manual_seed(0)
     expected = [tensor.detach() for tensor in attend("cpu")]
     until = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A block of a transformer that is made of foo_ops' operators."""
+"""A transformer block made of foo_ops' operators."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Small models of Hugging Face transformers with random weights, for several files of tests."""
+"""Small models of Hugging Face transformers with random weights, shared by several tests."""
 
 import torch
 import transformers
@@ -17,7 +17,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "max_position_embeddings": 64,
-    # Larger than is usual: with nearly equal scores, a wrong mask would hardly be seen.
+    # Larger than usual: with nearly equal scores, a wrong mask would hardly show.
     "initializer_range": 0.15,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -26,7 +26,7 @@ SIZES = {
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-# Each model brings another way to ask for a mask.
+# Each model asks for its mask in a different way.
 DECODERS = {
     "llama: plain": lambda: transformers.LlamaConfig(**GROUPED),
     "mistral: windows": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
@@ -77,16 +77,16 @@ FAMILIES = {
         }.items()
     },
 }
-"""Models that `apply` changes: the decoders, and others whose modules have forms of their own."""
+"""Models that `apply` changes: the decoders, and others with modules of their own form."""
 
 
 def build(auto_class, config, device="cpu", dtype=torch.float32, **changes):
-    """Build a model with random weights, the same for every device and dtype."""
+    """Build a model with random weights, equal for every device and dtype."""
     config = config()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
-    # The other implementations of experts count integers with torch.histc, but not on the cpu.
+    # Other implementations of experts count integers with torch.histc, but not on the cpu.
     model = auto_class.from_config(config, experts_implementation="eager")
     return model.to(device=device, dtype=dtype).eval()
 
@@ -104,14 +104,14 @@ def tokens(*shape):
 
 
 def padding(side, length):
-    """Say which positions hold a token, for three sequences; the first has no padding."""
+    """Return which positions hold a token, for three sequences; the first has no padding."""
     counts = torch.tensor([length, length - 3, 4])[:, None]
     positions = torch.arange(length)
     return (positions >= length - counts) if side == "left" else (positions < counts)
 
 
 def run(model, implementation, *inputs, **options):
-    """Return the first output of a model, on the cpu, by its own implementation if it is None."""
+    """Return a model's first output on the cpu; None is the model's own implementation."""
     if implementation is not None:
         model.set_attn_implementation(implementation)
     device = model.device
@@ -125,7 +125,7 @@ def run(model, implementation, *inputs, **options):
 
 
 def run_exactly(model, *inputs, **options):
-    """Return the first output of the model's own attention, in float64 throughout."""
+    """Return the first output of the model with its own attention, in float64 throughout."""
     twin = exact_copy(model)
     with Doubles():
         return run(twin, "eager", *inputs, **options)

@@ -1,4 +1,4 @@
-"""Which torch the tests run with, where torch itself differs."""
+"""The version of torch that the tests run with, where torch itself differs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""check_operator finds what is wrong with an operator, and names it: each here is broken once."""
+"""check_operator finds and names each fault of operators that are broken once."""
 
 import dataclasses
 

@@ -53,7 +53,7 @@ def lists_spec(kernel=scale_kernel, fake=scale_fake):
 
 
 def largest(x):
-    """The value is differentiable, the index is not."""
+    """Values are differentiable, indices are not."""
     values, indices = x.max(-1)
     return values.clone(), indices.clone()
 
@@ -116,7 +116,7 @@ def data_dependent_spec(kernel=positives, fake=positives_fake):
 
 
 def integers_spec():
-    """Make a spec without a formula and without tolerances."""
+    """Make a spec without a gradient formula and without tolerances."""
     operator = define(product, fake=empty_product)
     samples = {"wrap": lambda dtype: Sample((torch.tensor([100, 7]).to(dtype),) * 2)}
 
@@ -170,7 +170,7 @@ COMPILED = [name for name in CHECKS if name.startswith("compiled")]
 def test_right_operator_passes(name):
     spec = GOOD[name]()
     check_operator(spec, checks=[check for check in CHECKS if check not in COMPILED])
-    # Inductor, on the cpu, has its turn in tests/operators/test_matrix.py.
+    # tests/operators/test_matrix.py covers Inductor on the cpu.
     of_foo = dataclasses.replace(spec, devices=("foo",), dtypes=spec.dtypes[:1])
     check_operator(of_foo, checks=COMPILED)
 
@@ -319,7 +319,7 @@ def test_tag_of_an_operator_that_returns_what_it_writes():
 
 
 def test_every_check_finds_something():
-    """No check passes whatever it is given."""
+    """Each check fails for some operator."""
     found = {broken.check for broken in BROKEN.values()}
     found |= {check for _, check, _ in OTHERS_BROKEN.values()}
     assert found == set(CHECKS)

@@ -1,4 +1,4 @@
-"""Failures of compiled graphs say which part is wrong: the operator, or PyTorch, and which size."""
+"""Failures of compiled graphs name the faulty part: the operator, or PyTorch, and the size."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from support.product_operator import (
 
 from foo_ops import library
 from foo_ops.testing import KnownFaultWarning, Sample, cases, check_operator
-from foo_ops.testing.checks import inductor
+from foo_ops.testing.checks import compilation
 
 CPU_ALONE = {"devices": ("cpu",), "differentiable": False}
 
@@ -27,7 +27,7 @@ def times_ten(x):
 
 
 def writing_spec(kernel=times_ten):
-    """The spec of an operator that multiplies its argument, which lies behind other elements."""
+    """Make the spec of an operator that multiplies its argument, stored after other elements."""
     operator = define(kernel, "(Tensor(a!) x) -> ()", fake=lambda x: None)
 
     def sized(dtype, size):
@@ -38,8 +38,8 @@ def writing_spec(kernel=times_ten):
 
 
 def test_a_known_fault_of_pytorch_is_named_and_not_counted():
-    """Where PyTorch has mended it, the range of versions in KNOWN_FAULTS ends."""
-    assert inductor.reads_a_clone_elsewhere()
+    """When PyTorch fixes the fault, the version range in KNOWN_FAULTS ends."""
+    assert compilation.reads_a_clone_elsewhere()
     with pytest.warns(KnownFaultWarning, match="Inductor takes the clone of a view") as caught:
         check_operator(writing_spec(), checks=["compiled_graph", "compiled_for_dynamic_shapes"])
     names = [str(warning.message).partition(":")[0] for warning in caught]
@@ -60,14 +60,14 @@ def test_no_fault_of_the_operator_hides_behind_a_known_one():
 
 
 def test_a_fault_is_looked_for_in_some_versions(monkeypatch):
-    ended = dataclasses.replace(inductor.KNOWN_FAULTS[0], last="2.12")
-    monkeypatch.setattr(inductor, "KNOWN_FAULTS", (ended,))
+    ended = dataclasses.replace(compilation.KNOWN_FAULTS[0], last="2.12")
+    monkeypatch.setattr(compilation, "KNOWN_FAULTS", (ended,))
     (message,) = failures_of(writing_spec(), ["compiled_graph"]).values()
     assert f"Inductor is wrong (PyTorch {torch.__version__}), and not the operator" in message
 
 
 def test_what_inductor_alone_reads_of_the_fake_kernel():
-    """With its strides, which aot_eager takes from the results."""
+    """Also the fake kernel's strides; aot_eager takes those from the results."""
 
     def fake(a, b):
         return a.new_empty(a.shape[::-1]).t()
@@ -82,7 +82,7 @@ def test_what_inductor_alone_reads_of_the_fake_kernel():
 
     message = "the strides differ. The backend aot_eager is right, but Inductor relies on more of "
     with pytest.raises(AssertionError, match=re.escape(message)):
-        inductor.check_graph(case, [case.sized(5)], attempt)
+        compilation.check_graph(case, [case.sized(5)], attempt)
     assert attempts == ["inductor", "aot_eager"]
 
 
@@ -136,7 +136,7 @@ def test_vmap_does_not_tell_about_speed(capfd):
     spec = product_spec(**CPU_ALONE, backward=None)
     check_operator(spec, checks=["mapped"])
     assert capfd.readouterr().err == ""
-    # PyTorch goes on telling others.
+    # PyTorch still warns in other calls.
     torch.vmap(spec.operator)(torch.ones(2, 3), torch.ones(2, 3))
     assert "There is a performance drop" in capfd.readouterr().err
 
@@ -154,7 +154,7 @@ def test_a_loop_of_vmap_is_told_of_where_it_is_wrong():
 
 
 def random_spec(kernel, backward=None, **changes):
-    """The spec of a + u * b, where u is drawn for each element from 0 to 1."""
+    """Make the spec of a + u * b, where u is drawn per element from 0 to 1."""
     operator = define(kernel, fake=empty_product, tags=(torch.Tag.nondeterministic_seeded,))
     if backward is not None:
         library.register_autograd(operator, backward, setup_context=keep_factor)

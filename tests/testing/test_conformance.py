@@ -1,4 +1,4 @@
-"""The conformance runs for any device: what is found, kept and shown."""
+"""Conformance runs for any device: results found, kept and shown."""
 
 import json
 import os
@@ -11,8 +11,7 @@ import pytest
 import torch
 from support.processes import module, python, start
 
-from foo_ops.testing.conformance.processes import Worker
-from foo_ops.testing.conformance.scores import Report, cause_of, read_known, read_scores
+from foo_ops.testing.conformance.scores import Report, Worker, cause_of, read_known, read_scores
 
 REPOSITORY = Path(__file__).parents[2]
 CASES = "^operators/(erfinv|cosh|sinc|neg)/float64"
@@ -45,7 +44,7 @@ def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
     assert "- **other values**: 1 cases of `operators/erfinv`" in text
     assert "- `operators/sinc/float64`: not yet" in text
 
-    # What is in the file is not run again.
+    # Cases in the file are not run again.
     kept = json.loads(out.read_text())
     kept["cases"] = {"operators/erfinv/float64": None, "operators/neg/float64": "of before"}
     out.write_text(json.dumps(kept))
@@ -63,7 +62,7 @@ def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
 
 
 def test_another_device_runs_without_foo(tmp_path):
-    """foo would take the one key that torch has for devices from outside."""
+    """foo would take torch's only key for third-party devices."""
     (tmp_path / "no_foo.py").write_text(
         "import sys, torch\n"
         "assert 'foo_ops._C' not in sys.modules\n"
@@ -78,7 +77,7 @@ def test_another_device_runs_without_foo(tmp_path):
 
 
 def test_interrupted_in_a_case(tmp_path):
-    """Ctrl-C goes to all processes of a terminal; the case that was running is no crash."""
+    """Ctrl-C reaches all processes of a terminal; the interrupted case is not a crash."""
     out, begun = tmp_path / "scores.json", tmp_path / "begun"
     (tmp_path / "endless.py").write_text(
         "import pathlib, time, torch\n"

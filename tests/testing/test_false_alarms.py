@@ -1,4 +1,4 @@
-"""check_operator passes operators that are right where a careless check would not."""
+"""check_operator passes correct operators on which a careless check would fail."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ def logit_backward(ctx, grad):
 
 
 def logit_spec(backward=logit_backward, **changes):
-    """The formula of torch is NaN outside of (0, 1); this one is not."""
+    """Make logit's spec; torch's gradient formula is NaN outside of (0, 1), this one is not."""
     operator = define(torch.logit, "(Tensor x) -> Tensor", fake=torch.empty_like)
     torch.library.register_autograd(operator, backward, setup_context=remember)
 
@@ -77,7 +77,7 @@ def scaled_by_sum(x, weight):
 
 
 def weighted_spec(fake=lambda x, weight: torch.empty_like(x), **changes):
-    """An operator whose weight has as many elements as a size of the check."""
+    """Make the spec of an operator whose weight has as many elements as a size of the check."""
     operator = define(scaled_by_sum, "(Tensor x, Tensor weight) -> Tensor", fake=fake)
 
     def backward(ctx, grad):
@@ -103,7 +103,7 @@ def squared_error_gradient(grad, prediction, target, scale):
 
 
 def squared_error_spec(name, gradient=squared_error_gradient):
-    """The operator of the tutorial, with an operand that is broadcast."""
+    """Make the spec of the tutorial's operator, with a broadcast operand."""
 
     @library.numba_op(f"alarms::{name}", backward=gradient)
     def squared_error(prediction: float, target: float, scale: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""A stranger's project uses the plugin from outside the package, without a conftest."""
+"""A user's project uses the plugin from outside the package, without a conftest."""
 
 import re
 import subprocess
@@ -96,7 +96,7 @@ def test_compiled(device):
     torch.testing.assert_close(graph(x, weight), block(x, weight))
 """
 RIGHT = OPERATOR.replace("SIZE", "size")
-# The last element of each row is forgotten.
+# Leaves out the last element of each row.
 WRONG = OPERATOR.replace("SIZE", "size - 1")
 
 WHERE = """
@@ -113,11 +113,11 @@ def test_where():
 
 @pytest.fixture
 def run(tmp_path):
-    """Write a test file into a folder of its own and run pytest on it there."""
+    """Provide a function that writes a test file into a new folder and runs pytest there."""
 
     def run_pytest(text, *options, **environment):
         (tmp_path / "test_of_a_stranger.py").write_text(text)
-        # A stranger has not what our tests find beside them.
+        # A user does not have the modules beside our tests.
         environment = {"PYTHONPATH": ENVIRONMENT.get("PYTHONPATH", "")} | environment
         options = ("-p", "no:cacheprovider", *options)
         return python(module("pytest"), *options, folder=tmp_path, **environment)
@@ -126,7 +126,7 @@ def run(tmp_path):
 
 
 def counts(process):
-    """Return how many tests passed or failed."""
+    """Return the numbers of passed and failed tests."""
     found = re.findall(r"(\d+) (\w+)", process.stdout.splitlines()[-1])
     return {word: int(count) for count, word in found if word in ("passed", "failed")}
 
@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said(run):
         "nobody has written is full of it here",
         process.stdout,
     )
-    # The checks' own code says nothing to the author.
+    # The traceback leaves out the checks' own code, which does not help the author.
     assert "foo_ops/testing/checks/" not in process.stdout
 
 
@@ -215,7 +215,7 @@ def test_operator(operator_check): ...
 
 
 def test_torch_is_imported_only_where_it_is_needed(run):
-    # A fork has imported torch.
+    # A fork has imported torch already.
     text = "def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n"
     process = run(text, new=True)
     assert process.returncode == 0, process.stdout
@@ -223,11 +223,11 @@ def test_torch_is_imported_only_where_it_is_needed(run):
 
 @pytest.fixture
 def installation(tmp_path):
-    """Lay out the package's files and entry points as a wheel does, beside the compiled library."""
+    """Lay out the package's files and entry points like a wheel, with the compiled library."""
     folder, project = tmp_path / "installed", Path(__file__).parents[2]
     folder.mkdir()
     command = ["setup.py", "--quiet", "egg_info", "--egg-base", folder, "build_py", "--build-lib"]
-    # It needs no torch, nor may it find our package.
+    # The build needs no torch, and must not find our package.
     subprocess.run([sys.executable, *command, folder], cwd=project, check=True, capture_output=True)
     library = Path(foo_ops._C.__file__)
     (folder / "foo_ops" / library.name).symlink_to(library)
@@ -235,13 +235,13 @@ def installation(tmp_path):
 
 
 def test_plugin_of_an_installation(run, installation):
-    """The project's folder is not there: setup.py declares all that there is."""
-    # A new interpreter, as a user starts it: all comes from the installation.
+    """Without the project's folder: setup.py must declare every file."""
+    # A new interpreter, as a user starts it: all modules come from the installation.
     options = {"new": True, "PYTHONPATH": str(installation)}
     process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)", **options)
     assert process.returncode == 0, process.stdout + process.stderr
     assert counts(process)["passed"] > 5
-    # It came by its entry point.
+    # The plugin came by its entry point.
     (entry,) = Distribution.at(installation / "foo_ops.egg-info").entry_points.select(
         group="pytest11"
     )

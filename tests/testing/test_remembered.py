@@ -1,4 +1,4 @@
-"""Checks ask a reference once for the same numbers, and never take one call for another."""
+"""Checks compute each reference once for equal inputs, and never confuse two calls."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foo_ops import testing
-from foo_ops.testing.remembered import Remembered
+from foo_ops.testing.spec import Remembered
 
 
 def test_a_reference_is_asked_once_for_a_sample():
@@ -20,7 +20,7 @@ def test_a_reference_is_asked_once_for_a_sample():
     spec = dataclasses.replace(testing.ABS, reference=reference, dtypes=(torch.float32,))
     testing.check_operator(spec, checks=["values", "layouts", "gradients"])
     seen = {(it.shape, bytes(it.numpy().tobytes())) for it in calls}
-    # Once for the values and once for the gradients, of each layout that has other numbers.
+    # Once for values and once for gradients, for each layout with different numbers.
     assert len(calls) <= 2 * len(seen)
     assert len(calls) < len(testing.cases(spec, ["values", "layouts", "gradients"])) / 3
 
@@ -70,7 +70,7 @@ def test_results_of_the_operator_before_are_forgotten():
 
 
 def test_large_results_are_forgotten():
-    """A worker of the suite had 3 GB, most of them of a few large samples."""
+    """A test worker held 3 GB, mostly for a few large samples."""
     remembered = Remembered(most_bytes=300)
     small, large = (lambda: torch.zeros(10)), (lambda: (torch.zeros(50), [torch.zeros(50)]))
     first = [remembered.result(small, number) for number in range(7)]

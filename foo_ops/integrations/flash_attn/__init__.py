@@ -11,7 +11,6 @@ logsumexp of a query that sees no key is -inf, where flash_attn gives inf. Error
 operators name query, key and value.
 """
 
-from foo_ops.integrations.flash_attn.cache import flash_attn_with_kvcache
 from foo_ops.integrations.flash_attn.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -19,6 +18,7 @@ from foo_ops.integrations.flash_attn.functions import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from foo_ops.integrations.flash_attn.stand_in import install, uninstall
 

@@ -1,4 +1,4 @@
-"""Attention of dense and packed sequences, with the signatures of the flash_attn package."""
+"""The functions of flash_attn, with and without a cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foo_ops import library
+from foo_ops.library.operators import dtype_name
 from foo_ops.ops.attention.options import given_options
+from foo_ops.ops.attention.varlen import check_inputs
+from foo_ops.ops.cache_append import INDICES
 
 # ------------------------------------------------------------------------------------------ options
 
@@ -291,3 +295,449 @@ def _refuse_weights(function: str, options: Options, return_attn_probs: bool) ->
 
 def _with_weights(output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output, logsumexp, output.new_empty(0)
+
+
+# ------------------------------------------------------------------------------------------ lengths
+
+# foo::flash_attn_cache_lengths copies the lengths in a cache, or raises an error if they do not
+# fit.
+#
+# The operators that write to the cache take this copy, so that all checks come first, also in a
+# compiled graph.
+
+
+CALLER = "flash_attn_with_kvcache"
+LENGTHS_NAME = "foo::flash_attn_cache_lengths"
+library.define(
+    LENGTHS_NAME,
+    "(Tensor lengths, Tensor blocks, Tensor? leftpad, *, SymInt new, SymInt queries, "
+    "SymInt block_size, SymInt num_blocks, SymInt positions, bool is_paged) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def checked_lengths(
+    lengths: Tensor,
+    blocks: Tensor,
+    leftpad: Tensor | None,
+    *,
+    new: int,
+    queries: int,
+    block_size: int,
+    num_blocks: int,
+    positions: int,
+    is_paged: bool,
+) -> Tensor:
+    """Return a copy of the lengths, after checking that all reads and writes are in the cache.
+
+    Args:
+        lengths: (B,) int64, how many positions of the cache each sequence fills.
+        blocks: (B, blocks) int64, the blocks of each sequence; only used ones are checked.
+        leftpad: (B,) int64, or None.
+        new, queries: how many keys are appended to each sequence, and how many queries it has.
+        block_size, num_blocks: sizes of the cache.
+        positions: rows of the rotary tables, or -1 without rotation.
+        is_paged: whether errors call the blocks block_table, else cache_batch_idx.
+    """
+    result: Tensor = torch.ops.foo.flash_attn_cache_lengths.default(
+        lengths,
+        blocks,
+        leftpad,
+        new=new,
+        queries=queries,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        positions=positions,
+        is_paged=is_paged,
+    )
+    return result
+
+
+# ----------------------------------------------------------------------------------------- kernel
+
+
+def are_inside(
+    lengths: Any,
+    blocks: Any,
+    leftpad: Any,
+    new: Any,
+    queries: Any,
+    block_size: Any,
+    num_blocks: Any,
+    positions: Any,
+) -> bool:
+    """Whether all reads and writes are inside the cache and the rotary tables."""
+    room = blocks.shape[1] * block_size - new
+    if positions >= 0:
+        room = min(room, positions - max(new, queries))
+    for batch in range(lengths.size):
+        if lengths[batch] < 0 or lengths[batch] > room:
+            return False
+        keys = lengths[batch] + new
+        if leftpad is not None and (leftpad[batch] < 0 or leftpad[batch] > keys):
+            return False
+        for column in range(blocks.shape[1]):
+            block = blocks[batch, column]
+            if column * block_size < keys and (block < 0 or block >= num_blocks):
+                return False
+    return True
+
+
+def refuse(
+    lengths: Tensor,
+    blocks: Tensor,
+    leftpad: Tensor | None,
+    new: int,
+    queries: int,
+    block_size: int,
+    num_blocks: int,
+    positions: int,
+    is_paged: bool,
+) -> None:
+    """Raise the error of a call that is not `are_inside`."""
+    capacity, keys = blocks.shape[1] * block_size, lengths + new
+    reason = f"the cache has {capacity} positions"
+    _require_range("cache_seqlens", lengths, capacity - new, reason)
+    if positions >= 0:
+        reason = f"rotary_cos has {positions} positions"
+        _require_range("cache_seqlens", lengths, positions - max(new, queries), reason)
+    if leftpad is not None:
+        # One by one: each sequence has its own number of keys.
+        for pad, count in zip(leftpad, keys.tolist()):
+            reason = "the keys in the cache are so many"
+            _require_range("cache_leftpad", pad[None], count, reason)
+    starts = torch.arange(blocks.shape[1], device=lengths.device) * block_size
+    used, name = blocks[starts < keys[:, None]], "block_table" if is_paged else "cache_batch_idx"
+    _require_range(name, used, num_blocks - 1, f"k_cache has {num_blocks} rows")
+
+
+def _require_range(name: str, tensor: Tensor, most: int, reason: str) -> None:
+    outside = tensor[(tensor < 0) | (tensor > most)]
+    if outside.numel():
+        raise ValueError(
+            f"{CALLER}: {name} must be in [0, {most}], since {reason}, got {int(outside[0])}"
+        )
+
+
+@library.tile_kernel(tiles=lambda lengths: lengths.size, check=are_inside, refuse=refuse)
+def kernel(
+    lengths: Any,
+    blocks: Any,
+    leftpad: Any,
+    new: Any,
+    queries: Any,
+    block_size: Any,
+    num_blocks: Any,
+    positions: Any,
+    is_paged: Any,
+    output: Any,
+    tiles: Any,
+) -> None:
+    for batch in tiles:
+        output[batch] = lengths[batch]
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake(LENGTHS_NAME)
+def fake(lengths: Tensor, blocks: Tensor, leftpad: Tensor | None, **options: Any) -> Tensor:
+    _require_rows("lengths", lengths, 1, lengths)
+    _require_rows("blocks", blocks, 2, lengths)
+    if leftpad is not None:
+        _require_rows("leftpad", leftpad, 1, lengths)
+    return lengths.new_empty(lengths.shape)
+
+
+def _require_rows(name: str, tensor: Tensor, dimensions: int, lengths: Tensor) -> None:
+    if tensor.dim() != dimensions or tensor.shape[0] != lengths.shape[0]:
+        shape = "(B,)" if dimensions == 1 else "(B, blocks)"
+        raise ValueError(
+            f"flash_attn_cache_lengths: {name} must be {shape} for the B of lengths, got "
+            f"{list(tensor.shape)}"
+        )
+
+
+library.register_kernel(LENGTHS_NAME, ("cpu", "foo"), kernel)
+
+
+@library.register_flops(LENGTHS_NAME)
+def flops(*shapes: Any, **options: Any) -> int:
+    """Return 0, since the operator only compares integers."""
+    return 0
+
+
+# ------------------------------------------------------------------------------------------- caches
+
+
+NAME = "flash_attn_with_kvcache"
+Tables = tuple[Tensor, Tensor]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache in place, and attend to all of it. No gradients.
+
+    If an error is raised, nothing has been written, also in a compiled graph.
+
+    Args:
+        q: (B, Sq, H, D).
+        k_cache, v_cache: (rows, capacity, Hkv, D), any strides, or with block_table
+            (num_blocks, block_size, Hkv, D).
+        k, v: (B, new, Hkv, D), written behind the cache_seqlens keys that are there.
+        rotary_cos, rotary_sin: (positions, R / 2): rotate k and q by the angles of their positions
+            in the cache before use. With neither causal nor window_size, all queries have the
+            position of the first new key.
+        cache_seqlens: how many positions are filled, an int or (B,) int32; by default all. This and
+            the following tensors may be int64, too.
+        cache_batch_idx: (B,) int32, the row of the cache for each sequence; by default the first B.
+        cache_leftpad: (B,) int32, how many positions of the cache come before a sequence's first.
+        block_table: (B, blocks) int32, the blocks that hold a sequence's keys, in order.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func, where Sk
+            counts the cache's keys and the new ones.
+        rotary_interleaved: pairs are adjacent elements, else half a row apart.
+        num_splits: ignored, since the kernel chooses the splits of the keys.
+        return_softmax_lse: return also the logsumexp.
+
+    Returns:
+        The output, (B, Sq, H, D); the logsumexp is (B, H, Sq) float32, or float64 for float64.
+
+    Raises:
+        ValueError: for shapes that do not fit, if the cache is too short for the new keys, and for
+            rows and blocks out of range that would be read or written.
+        TypeError: for dtypes.
+        NotImplementedError: for cache_batch_idx or cache_leftpad with block_table, as in
+            flash_attn.
+
+    Example:
+        >>> cache = torch.zeros(2, 1, 16, 4, 32)
+        >>> query, key, value = torch.randn(3, 1, 1, 4, 32).unbind()
+        >>> foo_ops.integrations.flash_attn.flash_attn_with_kvcache(
+        ...     query, *cache, key, value, cache_seqlens=0, causal=True
+        ... ).equal(value)
+        True
+    """
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    with torch.no_grad():
+        cache = _Cache.of(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+        new = _checked_new(k, v, cache, q, cache_seqlens)
+        tables = _checked_tables(rotary_cos, rotary_sin, new)
+        count = 0 if new is None else new[0].shape[1]
+        filled = cache.checked(_filled(cache_seqlens, q, cache), count, q.shape[1], tables)
+        if not torch.compiler.is_compiling():
+            # In a compiled graph, the fake kernel raises the same errors during tracing.
+            cache.check_attention(q, filled, options)
+        if new is not None:
+            if tables is not None:
+                is_local = causal or any(bound >= 0 for bound in window_size)
+                queries = _following(filled, q.shape[1]) if is_local else filled[:, None]
+                q = _rotated(q, queries, tables, rotary_interleaved)
+                keys = _rotated(new[0], _following(filled, count), tables, rotary_interleaved)
+                new = keys, new[1]
+            cache.append(filled, *new)
+        output, logsumexp = cache.attend(q, filled + count, options)
+    return (output, logsumexp) if return_softmax_lse else output
+
+
+class _Cache(NamedTuple):
+    """A cache as blocks.
+
+    Attributes:
+        keys, values: (num_blocks, block_size, Hkv, D).
+        blocks: (B, blocks) int64, the blocks of each sequence.
+        is_paged: whether they come from block_table, else from cache_batch_idx.
+        leftpad: (B,) int64, or None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    blocks: Tensor
+    is_paged: bool
+    leftpad: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch_idx: Tensor | None,
+        leftpad: Tensor | None,
+        block_table: Tensor | None,
+    ) -> _Cache:
+        require_four(NAME, q=q, k_cache=k_cache, v_cache=v_cache)
+        _require_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "k_cache")
+        for name, tensor in {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad}.items():
+            if tensor is not None and block_table is not None:
+                raise NotImplementedError(
+                    f"{NAME}: {name} must be None where block_table is given, got a tensor"
+                )
+            if tensor is not None:
+                _require_integers(name, tensor, q, ())
+        pad = None if leftpad is None else leftpad.long()
+        if block_table is not None:
+            columns = block_table.shape[-1] if block_table.dim() else 0
+            _require_integers("block_table", block_table, q, (columns,))
+            return cls(k_cache, v_cache, block_table.long(), True, pad)
+        rows = torch.arange(len(q), device=q.device) if batch_idx is None else batch_idx.long()
+        return cls(k_cache, v_cache, rows[:, None], False, pad)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.blocks.shape[1] * self.block_size
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the blocks of a sequence's positions (B, n), and the rows in them."""
+        return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
+
+    def checked(self, filled: Tensor, new: int, queries: int, tables: Tables | None) -> Tensor:
+        """Return a copy of the filled lengths (B,), after the checks of `checked_lengths`."""
+        return checked_lengths(
+            filled,
+            self.blocks,
+            self.leftpad,
+            new=new,
+            queries=queries,
+            block_size=self.block_size,
+            num_blocks=self.keys.shape[0],
+            positions=-1 if tables is None else tables[0].shape[0],
+            is_paged=self.is_paged,
+        )
+
+    def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
+        torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)
+
+    def check_attention(self, q: Tensor, filled: Tensor, options: Options) -> None:
+        """Raise the errors of foo::attention_varlen before anything is written."""
+        arguments, keywords = self._arguments(q, filled, options)
+        check_inputs(*arguments, **keywords)
+
+    def attend(self, q: Tensor, filled: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        arguments, keywords = self._arguments(q, filled, options)
+        output, logsumexp = torch.ops.foo.attention_varlen.default(*arguments, **keywords)
+        output = output.view(*q.shape[:3], output.shape[-1])
+        return output, logsumexp.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
+
+    def _arguments(
+        self, q: Tensor, filled: Tensor, options: Options
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of foo::attention_varlen."""
+        batch, queries = q.shape[:2]
+        keys, values, blocks = self.keys, self.values, self.blocks
+        if self.leftpad is not None:
+            # Blocks of one row, so that a sequence may begin anywhere.
+            filled = filled - self.leftpad
+            positions = _following(self.leftpad, self.capacity).clamp(max=self.capacity - 1)
+            block, row = self.places(positions)
+            blocks = block * self.block_size + row
+            keys, values = (each.flatten(0, 1)[:, None] for each in (keys, values))
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        packed = (q.flatten(0, 1), keys, values, starts * queries, 0 * starts)
+        arguments = (*packed, filled.int(), blocks.int(), options.alibi_slopes)
+        lengths = {"max_seqlen_q": queries, "max_seqlen_k": self.capacity}
+        return arguments, lengths | options.for_foo()
+
+
+def _following(first: Tensor, count: int) -> Tensor:
+    """Return ``count`` positions from ``first`` on for each sequence, (B, count)."""
+    return first[:, None] + torch.arange(count, device=first.device)
+
+
+def _rotated(rows: Tensor, positions: Tensor, tables: Tables, interleaved: bool) -> Tensor:
+    """Rotate (B, n, H, D) by the angles of positions, (B, n) or (B, 1)."""
+    cosine, sine = (table[positions][:, :, None] for table in tables)
+    return torch.ops.foo.rotary_embedding(rows, cosine, sine, interleaved=interleaved)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{NAME}: {name} must be {tuple(shape)} as {model} tells, got {tuple(tensor.shape)}"
+        )
+
+
+def _require_integers(name: str, tensor: Tensor, q: Tensor, columns: tuple[int, ...]) -> None:
+    """Require integers, since ``long`` would round other numbers silently."""
+    if tensor.dtype not in INDICES:
+        raise TypeError(f"{NAME}: {name} must be int32 or int64, got {dtype_name(tensor.dtype)}")
+    _require_shape(name, tensor, (len(q), *columns), "q's batch")
+    if tensor.device != q.device:
+        raise ValueError(f"{NAME}: {name} must be on {q.device} as q is, got {tensor.device}")
+
+
+def _checked_new(
+    k: Tensor | None, v: Tensor | None, cache: _Cache, q: Tensor, cache_seqlens: int | Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    if (k is None) != (v is None):
+        raise ValueError(f"{NAME}: k and v must be given both or not at all, got one of them")
+    if k is None or v is None:
+        return None
+    if cache_seqlens is None:
+        raise ValueError(f"{NAME}: cache_seqlens must be given where k is, got None")
+    require_four(NAME, k=k, v=v)
+    for name, tensor, model in (("k", k, cache.keys), ("v", v, cache.values)):
+        shape = (len(q), k.shape[1], *model.shape[2:])
+        _require_shape(name, tensor, shape, f"q, k and {name}_cache")
+        if tensor.dtype != model.dtype:
+            raise TypeError(
+                f"{NAME}: {name} must be {model.dtype} as {name}_cache is, got {tensor.dtype}"
+            )
+    return k, v
+
+
+def _checked_tables(
+    cosine: Tensor | None, sine: Tensor | None, new: tuple[Tensor, Tensor] | None
+) -> Tables | None:
+    if (cosine is None) != (sine is None):
+        raise ValueError(
+            f"{NAME}: rotary_cos and rotary_sin must be given both or not at all, got one of them"
+        )
+    if cosine is None or sine is None:
+        return None
+    if new is None:
+        raise ValueError(f"{NAME}: k must be given where rotary_cos is, got None")
+    if cosine.dim() != 2:
+        raise ValueError(
+            f"{NAME}: rotary_cos must be (positions, rotary_dim / 2), got {tuple(cosine.shape)}"
+        )
+    _require_shape("rotary_sin", sine, tuple(cosine.shape), "rotary_cos")
+    return cosine, sine
+
+
+def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Tensor:
+    """Return how many positions of the cache each sequence fills, (B,) int64."""
+    if isinstance(cache_seqlens, Tensor):
+        _require_integers("cache_seqlens", cache_seqlens, q, ())
+        return cache_seqlens.long()
+    filled = cache.capacity if cache_seqlens is None else cache_seqlens
+    if not isinstance(filled, (int, torch.SymInt)):
+        raise TypeError(
+            f"{NAME}: cache_seqlens must be an int or a tensor, got {type(filled).__name__}"
+        )
+    return torch.full((len(q),), filled, device=q.device)

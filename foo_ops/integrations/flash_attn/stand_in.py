@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from foo_ops.integrations.flash_attn import bert_padding, cache, functions
+from foo_ops.integrations.flash_attn import bert_padding, functions
 
 NAME = "flash_attn"
 VERSION = "2.8.3"
@@ -33,8 +33,7 @@ def install() -> None:
         )
     names = {
         name: function
-        for module in (functions, cache)
-        for name, function in vars(module).items()
+        for name, function in vars(functions).items()
         if name.startswith("flash_attn_")
     }
     package = _add(NAME, {"__version__": VERSION, **names})

@@ -27,20 +27,18 @@ except ImportError as error:
 
 from foo_ops.integrations.transformers.attention import (
     BOUNDS,
+    FLEX_NAME,
     NAME,
     UNSUPPORTED,
-    foo_attention_forward,
-    foo_mask,
-    register,
-)
-from foo_ops.integrations.transformers.cache import in_place_cache
-from foo_ops.integrations.transformers.flex import (
-    FLEX_NAME,
     FunctionMask,
+    foo_attention_forward,
     foo_flex_forward,
     foo_flex_mask,
+    foo_mask,
+    register,
     register_flex,
 )
+from foo_ops.integrations.transformers.cache import in_place_cache
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 
 __all__ = [

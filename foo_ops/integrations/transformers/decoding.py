@@ -17,13 +17,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foo_ops.integrations.transformers.attention import NAME, foo_attention_forward
 from foo_ops.integrations.transformers.attention_layers import (
+    FUNCTION,
     INTERFACES,
     FooRotaryFooAttention,
+    Form,
+    form_of,
     in_place_of_sdpa,
 )
-from foo_ops.integrations.transformers.joined import FooJoined, products
+from foo_ops.integrations.transformers.quantized import FooJoined, products
 from foo_ops.integrations.transformers.replacement import are_alike, is_near, stand_in, with_globals
-from foo_ops.integrations.transformers.rotary import FUNCTION, Form, form_of
 
 PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -43,7 +43,9 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_e
 def numbers_of(module: Any) -> tuple[float, ...]:
     """Return a module's own numbers, among which the bounds of its gate are."""
     own = vars(module).values()
-    return tuple(sorted({float(it) for it in own if type(it) in (int, float) and 0 < it < math.inf}))
+    return tuple(
+        sorted({float(it) for it in own if type(it) in (int, float) and 0 < it < math.inf})
+    )
 
 
 def gate_of(module: Any) -> dict[str, Any] | None:
@@ -106,7 +108,13 @@ def candidates(key: Any, numbers: tuple[float, ...]) -> Iterator[dict[str, Any]]
     offsets = (0.0, 1.0) if is_gated else (0.0,)
     for limit, up_offset in itertools.product(limits, offsets):
         for alpha in dict.fromkeys((1.0, *numbers)):
-            yield {**shape, "activation": "silu", "alpha": alpha, "limit": limit, "up_offset": up_offset}
+            yield {
+                **shape,
+                "activation": "silu",
+                "alpha": alpha,
+                "limit": limit,
+                "up_offset": up_offset,
+            }
         for activation in ACTIVATIONS:
             yield {**shape, "activation": activation, "limit": limit, "up_offset": up_offset}
 
@@ -190,9 +198,7 @@ class FooExperts(Replacement):
             and agrees(module)
         )
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return foo_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
@@ -214,7 +220,9 @@ def agrees(module: Any) -> bool:
         weights |= biases
     sizes = torch.logspace(-2, 3, tokens, dtype=torch.float64)
     hidden, scores = random(tokens, depth) * sizes[:, None], random(tokens, top_k).softmax(-1)
-    index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    index = torch.stack(
+        [torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]
+    )
 
     def agrees_in(dtype: torch.dtype) -> bool:
         given = {name: nn.Parameter(weight.to(dtype)) for name, weight in weights.items()}

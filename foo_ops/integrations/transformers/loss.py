@@ -15,8 +15,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
-from foo_ops.integrations.transformers.deferred_logits import DeferredLogits, computed
-from foo_ops.integrations.transformers.linear import FooLinear, deferred, is_lone
+from foo_ops.integrations.transformers.linear import (
+    DeferredLogits,
+    FooLinear,
+    computed,
+    deferred,
+    is_lone,
+)
 from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, replace
 from foo_ops.ops.cross_entropy.softmax import softmax_cross_entropy
 

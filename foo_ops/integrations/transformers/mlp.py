@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foo_ops.integrations.transformers.joined import FooJoined, products
 from foo_ops.integrations.transformers.linear import lone_weight
+from foo_ops.integrations.transformers.quantized import FooJoined, products
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
     can_multiply,
@@ -20,7 +20,7 @@ from foo_ops.integrations.transformers.replacement import (
     stand_in,
 )
 from foo_ops.library.operators import FLOATING
-from foo_ops.ops.linear_silu_mul import linear_silu_mul
+from foo_ops.ops.linear import linear_silu_mul
 from foo_ops.ops.silu_mul import silu_mul
 
 ACTIVATIONS = ("act_fn", "activation_fn")

@@ -14,17 +14,17 @@ from foo_ops.integrations.transformers import cache as foo_cache
 from foo_ops.integrations.transformers.attention_layers import (
     EAGER,
     FooAttention,
+    FooRotaryAttention,
     FooRotaryFooAttention,
     looks_up,
     own_function,
 )
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
-from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
-from foo_ops.integrations.transformers.quantized import FooQuantizedLinear, check_bits
+from foo_ops.integrations.transformers.quantized import FooJoined, FooQuantizedLinear, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
@@ -35,7 +35,6 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
-from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 # -------------------------------------------------------------------------------- apply and restore
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from foo_ops._switches import switch
+from foo_ops._process import switch
 
 # Fixed for a process, since launchers keep the addresses of kernels.
 INTERPRETS = bool(switch("FOO_INTERPRET"))

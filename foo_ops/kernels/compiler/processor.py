@@ -9,7 +9,7 @@ import sys
 
 import llvmlite.binding as llvm
 
-from foo_ops._switches import switch
+from foo_ops._process import switch
 
 # On Linux on x86-64: the system call, its request, and the registers requested.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18

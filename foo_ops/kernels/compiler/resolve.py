@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 
-from foo_ops._forks import compiler_lock, compiler_locks
+from foo_ops._process import compiler_lock, compiler_locks
 from foo_ops.kernels.compiler.interpret import INTERPRETS, callback
 from foo_ops.kernels.compiler.kernel import KERNELS, KernelError, Source
 
@@ -84,7 +84,7 @@ def _made(source: Source, signature: str, name: str) -> int:
     interpreted = source.interpret(signature) if INTERPRETS else None
     if interpreted is not None:
         return callback(interpreted.function, len(interpreted.argument_types))
-    from foo_ops.kernels.compiler.load import load
+    from foo_ops.kernels.compiler.cache import load
 
     return load(source, signature, name)
 

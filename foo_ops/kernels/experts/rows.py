@@ -50,7 +50,7 @@ def combine_argument_types(dtype: str) -> tuple[Any, ...]:
     return (Struct("Combine", fields), RANGE, sums, Pointer("int64"))
 
 
-# ---------------------------------------------------------------------------------------- activations
+# -------------------------------------------------------------------------------------- activations
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _make_gelu_tanh(constant: Callable) -> tuple[Callable, Callable]:
     return value, slope
 
 
-# ----------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 @functools.cache
@@ -183,7 +183,7 @@ def _scratch(dtype: str, names: tuple[str, ...]) -> Scratch:
     LANES = lanes_of(compute)
 
     def describe(columns: Any) -> dict[str, Any]:
-        return {name: columns + LANES for name in names}
+        return dict.fromkeys(names, columns + LANES)
 
     return Scratch(compute, _columns_of_gate, describe)
 
@@ -244,14 +244,15 @@ def make_gate_gradient_kernel(dtype: str, *, activation: str) -> Kernel:
         for row in range(rows.start, rows.stop):
             line = shift(gate.projected, row * gate.projected_stride)
             copy_row(memory.gate, line, step, columns, padded)
-            copy_row(
-                memory.grad, shift(gate.grad_activated, row * columns), 1, columns, padded
-            )
+            copy_row(memory.grad, shift(gate.grad_activated, row * columns), 1, columns, padded)
             if gate.is_gated:
                 copy_row(memory.up, shift(line, gate.up), step, columns, padded)
             weight, total = splat(load(gate.weight, row), LANES), zero
             for index in range(0, padded, LANES):
-                x, grad = load_vector(memory.gate, index, LANES), load_vector(memory.grad, index, LANES)
+                x, grad = (
+                    load_vector(memory.gate, index, LANES),
+                    load_vector(memory.grad, index, LANES),
+                )
                 at_most = select(less(limit, x), limit, x)
                 activated, slope_of_gate = value(at_most, alpha), slope(at_most, alpha)
                 slope_of_gate = select(less(limit, x), zero, slope_of_gate)

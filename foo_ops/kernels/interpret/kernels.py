@@ -14,7 +14,7 @@ import numpy as np
 from numba.core import types as numba_types
 
 from foo_ops.kernels.compiler.kernel import Kernel, size_name
-from foo_ops.kernels.compiler.numba_target.texts import Text
+from foo_ops.kernels.compiler.numba_target.constants import Text
 from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.interpret.views import (
     FromEnd,

@@ -14,7 +14,7 @@ from numba.core.imputils import RefType, iternext_impl
 from numba.core.typing.templates import AbstractTemplate, infer, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from foo_ops.kernels.compiler.numba_target.texts import Text
+from foo_ops.kernels.compiler.numba_target.constants import Text
 from foo_ops.kernels.lang.indexing import NOT_INTEGER, address_in_view, refusal
 from foo_ops.kernels.lang.views import View, from_start, index_type, number_of, numbers_of
 from foo_ops.kernels.simd.memory import (

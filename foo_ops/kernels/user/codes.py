@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from numba.core import types
 
-from foo_ops.kernels.compiler.numba_target.texts import Text
+from foo_ops.kernels.compiler.numba_target.constants import Text
 from foo_ops.kernels.lang.arguments import numbers_type
 
 ABSENT, GIVEN = "none", "given"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.library.operators import find
 from foo_ops.ops.attention.dense import backward_flops, fake_backward, fake_seeded, flops
 from foo_ops.ops.attention.varlen import backward_flops as packed_backward_flops

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.cross_entropy import sharding
 from foo_ops.ops.cross_entropy.softmax import composite as composite_of_logits

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import language, library
-from foo_ops._after_import import after_import
+from foo_ops._process import after_import
 from foo_ops.library.operators import find
 from foo_ops.ops.arguments import (
     compute_type,

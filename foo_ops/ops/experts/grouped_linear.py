@@ -54,8 +54,8 @@ def grouped_linear(
         TypeError: for dtypes.
 
     Example:
-        >>> weight = torch.tensor([[[1.0]], [[10.0]]])
-        >>> foo_ops.grouped_linear(torch.tensor([[1.0], [2.0], [3.0]]), weight, torch.tensor([1, 3]))
+        >>> input, weight = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[1.0]], [[10.0]]])
+        >>> foo_ops.grouped_linear(input, weight, torch.tensor([1, 3]))
         tensor([[ 1.],
                 [20.],
                 [30.]])

@@ -111,9 +111,7 @@ def moe_experts(
         >>> foo_ops.moe_experts(hidden, index, weight, gate_up, down, activation="relu")
         tensor([[20., 20.]])
     """
-    is_recorded = any_requires_grad(
-        hidden, expert_weight, gate_up, down, gate_up_bias, down_bias
-    )
+    is_recorded = any_requires_grad(hidden, expert_weight, gate_up, down, gate_up_bias, down_bias)
     operator = torch.ops.foo.moe_experts_training if is_recorded else torch.ops.foo.moe_experts
     results = operator.default(
         hidden,
@@ -315,7 +313,7 @@ def composite_backward(
             all_["gate_up_bias"], all_["down_bias"], **options,
         )  # fmt: skip
 
-    _, pull_back = torch.func.vjp(differentiated, *(given[name] for name in wanted))
+    pull_back = torch.func.vjp(differentiated, *(given[name] for name in wanted))[1]
     found = dict(zip(wanted, pull_back(grad_output)))
     return tuple(
         found.get(name, (expert_weight if name == "expert_weight" else hidden).new_empty(0))
@@ -323,9 +321,7 @@ def composite_backward(
     )
 
 
-library.register_autograd(
-    "foo::moe_experts", "foo::moe_experts_backward", composite=composite
-)
+library.register_autograd("foo::moe_experts", "foo::moe_experts_backward", composite=composite)
 library.register_autograd("foo::moe_experts_backward", composite=composite_backward)
 library.register_autograd(
     "foo::moe_experts_training",
@@ -371,9 +367,7 @@ def flops(
     **_: Any,
 ) -> int:
     """Count both products of all choices."""
-    return flops_of(
-        index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated
-    )
+    return flops_of(index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated)
 
 
 @library.register_flops(*BACKWARD)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.experts.mixture import OPTIONS, flops_of
-from foo_ops.ops.quantize_weight import dequantize_weight
+from foo_ops.ops.linear_quantized import dequantize_weight
 
 library.define(
     "foo::moe_experts_quantized",
@@ -184,6 +184,4 @@ def flops(
     **_: Any,
 ) -> int:
     """Count both products of all choices, without scales and zeros."""
-    return flops_of(
-        index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated
-    )
+    return flops_of(index_shape.numel(), hidden_shape[1], gate_up_shape[1], down_shape[1], is_gated)

@@ -6,16 +6,7 @@ the pytest plugin makes a test of each, and `check_operator` runs them all.
 
 # In the order in which they are run.
 # isort: off
-from foo_ops.testing.checks import (  # noqa: F401
-    values,
-    gradients,
-    transforms,
-    memory,
-    fakes,
-    compilation,
-    open_sizes,
-    devices,
-)
+from foo_ops.testing.checks import values, gradients, schema, compilation  # noqa: F401
 
 # isort: on
 from foo_ops.testing.checks.calls import OperatorCheckError, check_operator

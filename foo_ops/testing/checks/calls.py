@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from foo_ops.library.operators import DISPATCH_KEYS, dtype_name
-from foo_ops.testing.checks.contexts import failing_as
-from foo_ops.testing.checks.matrix import Case, cases
-from foo_ops.testing.schema import named_tensors, out_names, unwritten
+from foo_ops.testing.arguments import named_tensors, out_names, unwritten
+from foo_ops.testing.checks.matrix import Case, cases, failing_as
 from foo_ops.testing.spec import (
     OpSpec,
     Sample,

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import torch
 
-from foo_ops.testing.conformance.processes import Case, Outcome, Worker, run_all
-from foo_ops.testing.conformance.scores import Report, read_known, read_scores, write_scores
+from foo_ops.testing.conformance.scores import (
+    Case,
+    Outcome,
+    Report,
+    Worker,
+    read_known,
+    read_scores,
+    run_all,
+    write_scores,
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -69,9 +69,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if not _is_sanitized(item):
         return (yield)
     from foo_ops import sanitizer
-    from foo_ops.sanitizer import _control
+    from foo_ops.sanitizer.findings import last_words_to
 
-    with _control.last_words_to(item.config.stash[_stderr]), sanitizer.check() as findings:
+    with last_words_to(item.config.stash[_stderr]), sanitizer.check() as findings:
         result = yield
     if findings:
         pytest.fail("\n\n".join(map(str, findings)), pytrace=False)

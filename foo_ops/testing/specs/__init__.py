@@ -1,1 +1,1 @@
-"""Specs of the package's operators, with samples: one `OpSpec` per file."""
+"""Specs of the package's operators, with samples: one `OpSpec` per operator."""

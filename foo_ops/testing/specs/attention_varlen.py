@@ -1,4 +1,4 @@
-"""foo::attention_varlen in the table of operators."""
+"""Attention over packed sequences and over caches in the table of operators."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.layouts import junk
-from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
-from foo_ops.testing.specs.attention_error import (
+from foo_ops.testing.arguments import junk
+from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
+from foo_ops.testing.specs.attention import (
     Rounding,
     Sum,
+    TensorMaker,
     gradient_sums,
     output_budget,
+    random_bias,
+    random_slopes,
     stored_gradients,
     tensor_at,
 )
-from foo_ops.testing.specs.attention_samples import Maker, random_bias, random_slopes
+from foo_ops.testing.specs.linear import integers
+from foo_ops.testing.tolerance import compute_type
 
-# -------------------------------------------------------------------------------------- samples
+# ------------------------------------------------------------------- foo::attention_varlen, samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +73,8 @@ def varlen_sample(
     value_dim: int | None = None,
     used: Sequence[int] | None = None,
     pages: Pages | None = None,
-    slopes: Maker | None = None,
-    sinks: Maker | None = None,
+    slopes: TensorMaker | None = None,
+    sinks: TensorMaker | None = None,
     **keywords: Any,
 ) -> Callable[[torch.dtype], Sample]:
     """Make a function that draws a sample of packed sequences.
@@ -192,7 +196,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------- error
+# -------------------------------------------------------------------- foo::attention_varlen, errors
 
 
 def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
@@ -288,4 +292,154 @@ ATTENTION_VARLEN = OpSpec(
     reference=reference.attention_varlen,
     output_budget=varlen_output_budget,
     gradient_budget=varlen_gradient_budget,
+)
+
+
+# ------------------------------------------------------------------------ foo::attention_int8_cache
+
+# It is attention to integers times their scales, sequence by sequence. A score and a weight are
+# rounded once more each, for their scales, so twice the bounds of attention suffice.
+
+
+def cache_sample(
+    name: str,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    key_heads: int = 2,
+    queries: int = 1,
+    keys: int = 11,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    page_size: int = 0,
+    has_sinks: bool = False,
+    used: list[int] | None = None,
+    **options: Any,
+) -> Maker:
+    """Make queries and a cache for ``keys`` keys per sequence, in pages if they have a size."""
+    dims = head_dim, head_dim if value_dim is None else value_dim
+
+    def make(dtype: torch.dtype) -> Sample:
+        leading = (batch, key_heads, keys)
+        if page_size:
+            pages = -(-keys // page_size)
+            leading = (batch * pages, page_size, key_heads)
+        (query,) = random(name, (batch, heads, queries, head_dim), dtype=dtype)
+        cache = [integers(name, (*leading, dim), torch.int8) for dim in dims]
+        key_scale, value_scale = random(name, leading, leading, dtype=compute_type(dtype))
+        inputs: list[Tensor | None] = [query, *cache, key_scale.abs() / 64, value_scale / 64]
+        inputs.append(random(name, (heads,), dtype=dtype)[0] if has_sinks else None)
+        inputs.append(None if used is None else torch.tensor(used, dtype=torch.int32))
+        if page_size:
+            table = torch.arange(batch * pages, dtype=torch.int32).flip(0)
+            inputs.append(table.reshape(batch, pages))
+        return Sample(tuple(inputs), options)
+
+    return make
+
+
+def cache_parts(sample: Sample) -> Iterator[Sample]:
+    """Yield the equivalent sample of attention for each sequence."""
+    query, *cache = sample.inputs[:5]
+    sinks, used, table = (*sample.inputs, None, None, None)[5:8]
+    for i in range(len(query)):
+        own = [it[i] if table is None else reference.in_order(it, table[i]) for it in cache]
+        length = own[0].shape[1] if used is None else int(used[i])
+        key, value, key_scale, value_scale = (it[None, :, :length] for it in own)
+        tensors = (key * key_scale.unsqueeze(-1), value * value_scale.unsqueeze(-1))
+        yield Sample((query[i : i + 1], *tensors, None, None, sinks), sample.keywords)
+
+
+def for_each(function: Callable[[Sample], Tensors], sample: Sample) -> Tensors:
+    return tuple(torch.cat(tensors) for tensors in zip(*map(function, cache_parts(sample))))
+
+
+def exact_cache(*inputs: Any, **options: Any) -> Tensors:
+    return for_each(lambda part: part.call(reference.attention), Sample(inputs, options))
+
+
+def cache_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    return tuple(2 * it for it in for_each(lambda part: output_budget(part, dtype), sample))
+
+
+ATTENTION_INT8_CACHE = OpSpec(
+    operator=torch.ops.foo.attention_int8_cache.default,
+    reference=exact_cache,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sizes=(1, 7, 19),
+    sized=lambda dtype, size: cache_sample(
+        "sized", queries=size, keys=2 * size, has_sinks=True, used=[size, 2 * size], window_right=0
+    )(dtype),
+    samples={
+        "one of one": cache_sample("one of one", batch=1, heads=1, key_heads=1),
+        "heads of 37 and 5": cache_sample("37", head_dim=37, value_dim=5, keys=140),
+        "twelve heads on one": cache_sample("twelve", heads=12, key_heads=1, keys=300, head_dim=64),
+        "key splits": cache_sample("splits", batch=1, heads=2, keys=2100, head_dim=32),
+        "many queries": cache_sample("many", queries=70, keys=150, window_right=0),
+        "all options": cache_sample(
+            "all", keys=200, has_sinks=True, used=[200, 0], window_left=90, window_right=0,
+            softcap=3.0, scale=0.3,
+        ),
+        "pages": cache_sample("pages", keys=60, page_size=16, head_dim=24, used=[3, 60]),
+        "small pages": cache_sample(
+            "small pages", keys=150, page_size=5, queries=2, used=[150, 131], window_right=0
+        ),
+    },
+    essential=("size7", "one of one", "pages"),
+    large=cache_sample("large", keys=700, batch=3, used=[700, 13, 500]),
+    differentiable=False,
+    output_budget=cache_budget,
+)  # fmt: skip
+
+
+# -------------------------------------------------------------------------------- foo::cache_append
+
+
+def dense_sample(
+    name: str, batch: int, heads: int, capacity: int, new: int, sizes: tuple[int, int] = (5, 5)
+) -> Maker:
+    """Make a cache in which the first sequence becomes full, the next one key less, and so on."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        leading = [(batch, heads, length) for length in (capacity, new)]
+        shapes = [(*each, size) for each in leading for size in sizes]
+        positions = (capacity - new - torch.arange(batch)).clamp(min=0)
+        return Sample((*random(name, *shapes, dtype=dtype), positions))
+
+    return make
+
+
+def paged_sample(name: str, blocks: int, block_size: int, new: int, dtype_: torch.dtype) -> Maker:
+    """Make two sequences with half of the blocks each, in reversed order."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        leading = [(2 * blocks, block_size, 3), (2, new, 3)]
+        shapes = [(*each, size) for each in leading for size in (7, 4)]
+        table = torch.arange(2 * blocks).flip(0).reshape(2, blocks).to(dtype_)
+        positions = torch.tensor([0, blocks * block_size - new]).to(dtype_)
+        return Sample((*random(name, *shapes, dtype=dtype), positions, table))
+
+    return make
+
+
+def sized_caches(dtype: torch.dtype, size: int) -> Sample:
+    return dense_sample("sized", 2, 3, 2 * size, size, (size, size + 1))(dtype)
+
+
+CACHE_APPEND = OpSpec(
+    operator=torch.ops.foo.cache_append.default,
+    reference=reference.cache_append,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8),
+    sized=sized_caches,
+    samples={
+        "one": dense_sample("one", 3, 2, 9, 1, (19, 35)),
+        "nothing": dense_sample("nothing", 2, 2, 4, 0),
+        "all": dense_sample("all", 1, 2, 6, 6),
+        "pages": paged_sample("pages", 3, 4, 7, torch.int32),
+        "one in pages": paged_sample("one in pages", 2, 5, 1, torch.int64),
+        "nothing in pages": paged_sample("nothing in pages", 2, 3, 0, torch.int64),
+    },
+    essential=("size7", "one", "pages"),
+    large=dense_sample("large", 4, 8, 200, 100, (64, 64)),
+    differentiable=False,
 )

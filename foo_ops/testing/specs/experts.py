@@ -6,7 +6,6 @@ Experts round between their products: the errors of each step are carried throug
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
 from foo_ops.testing.specs.linear import bound
+from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
 
 # ------------------------------------------------------------------------------ numbers with errors
 
@@ -64,7 +63,8 @@ def product(
     result = einsum(equation, a, b)
     magnitude = torch.einsum(equation, a.value.abs() + a.error, b.value.abs() + b.error)
     return Approximate(
-        result.value, result.error + bound(result.value.abs() + result.error, magnitude, terms, dtype)
+        result.value,
+        result.error + bound(result.value.abs() + result.error, magnitude, terms, dtype),
     )
 
 
@@ -125,9 +125,7 @@ def grouped_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors)
     for tensor, given in zip(sample.inputs, products):
         if given is not None and tensor.requires_grad:
             equation, of, terms = given
-            value, magnitude = (
-                torch.einsum(equation, *it) for it in (of, [x.abs() for x in of])
-            )
+            value, magnitude = (torch.einsum(equation, *it) for it in (of, [x.abs() for x in of]))
             budgets.append(bound(value, magnitude, terms, dtype))
     return tuple(budgets)
 
@@ -216,9 +214,7 @@ class Passes:
 
     def forward(self) -> Approximate:
         depth, columns = self.gate_up.value.shape[-1], self.down.value.shape[-1]
-        projected = product(
-            "tk,tjnk->tjn", self.hidden, self.gate_up, depth + 1, self.dtype
-        )
+        projected = product("tk,tjnk->tjn", self.hidden, self.gate_up, depth + 1, self.dtype)
         if self.biases[0] is not None:
             projected = projected + self.biases[0]
             projected = projected.rounded(self.dtype)
@@ -297,9 +293,14 @@ class Passes:
         if len(parts) == 1:
             return parts[0]
         if self.options.get("is_interleaved"):
-            both = (torch.stack([getattr(it, name) for it in parts], -1).flatten(-2) for name in ("value", "error"))
+            both = (
+                torch.stack([getattr(it, name) for it in parts], -1).flatten(-2)
+                for name in ("value", "error")
+            )
         else:
-            both = (torch.cat([getattr(it, name) for it in parts], -1) for name in ("value", "error"))
+            both = (
+                torch.cat([getattr(it, name) for it in parts], -1) for name in ("value", "error")
+            )
         return Approximate(*both)
 
 
@@ -329,12 +330,14 @@ def experts_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors)
         if tensor is not None and tensor.requires_grad:
             error = found[name].error
             if error.shape != tensor.shape:  # the last experts were not chosen
-                error = torch.cat((error, torch.zeros(tensor.shape[0] - len(error), *error.shape[1:])))
+                error = torch.cat(
+                    (error, torch.zeros(tensor.shape[0] - len(error), *error.shape[1:]))
+                )
             budgets.append(error[: len(tensor)])
     return tuple(budgets)
 
 
-GPT_OSS = {"is_interleaved": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
+GPT_OSS: dict[str, Any] = {"is_interleaved": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
 MOE_EXPERTS = OpSpec(
     operator=torch.ops.foo.moe_experts.default,
     reference=reference.moe_experts,

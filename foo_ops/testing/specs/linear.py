@@ -1,18 +1,22 @@
-"""foo::linear in the table of operators.
-
-The error of an element is bounded by the roundings of its sum, in the compute type, times the
-summed magnitudes, plus the rounding to its own dtype. Processors flush subnormal numbers to zero in
-products of bfloat16, and in their sums.
-"""
+"""foo::linear in the table of operators, with an activation, and with quantised weights."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foo_ops.testing import reference
-from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
+from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
+
+# -------------------------------------------------------------------------------------- foo::linear
+
+# The error of an element is bounded by the roundings of its sum, in the compute type, times the
+# summed magnitudes, plus the rounding to its own dtype. Processors flush subnormal numbers to zero
+# in products of bfloat16, and in their sums.
 
 
 def linear_sample(
@@ -26,7 +30,7 @@ def linear_sample(
     return make
 
 
-def special(dtype: torch.dtype) -> Sample:
+def special_linear(dtype: torch.dtype) -> Sample:
     """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
     input, weight, bias = random("special", (9, 21), (20, 21), (20,), dtype=dtype)
     input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
@@ -44,12 +48,12 @@ def bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> T
     return error + lost + roundoff(dtype) * value.abs() + smallest(dtype)
 
 
-def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+def linear_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     value, magnitude = (reference.linear(*it.inputs) for it in (sample, sample.map(torch.abs)))
     return (bound(value, magnitude, sample.inputs[0].shape[-1], dtype),)
 
 
-def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+def linear_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
     """Bound the errors of the gradients of tensors that require one."""
     input, weight, *_ = sample.inputs
     (grad,), (dtype, *_) = cotangents, dtypes
@@ -81,11 +85,339 @@ LINEAR = OpSpec(
         "one row": linear_sample("one row", (1,), 1029, 131),
         "few rows": linear_sample("few rows", (5,), 515, 70),
         "several sections": linear_sample("several sections", (61,), 1101, 75),
-        "special values": special,
+        "special values": special_linear,
     },
     essential=("size1", "size7", "no bias"),
     in_layouts=("size7", "no bias", "few rows"),
     large=linear_sample("large", (301,), 600, 333),
-    output_budget=output_budget,
-    gradient_budget=gradient_budget,
+    output_budget=linear_budget,
+    gradient_budget=linear_gradient_budget,
+)
+
+
+# ----------------------------------------------------- foo::linear_activation, foo::linear_silu_mul
+
+# The slope of an activation is at most 1.13, which bounds how an error of the sum carries over. In
+# forward passes that record gradients, results are rounded once more, between the steps.
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SLOPE = 1.13
+# Error of a function, in roundings of the compute type.
+FUNCTION_ROUNDINGS = 16
+# Roundings in gradients: of the sums, of a function and its slope, of the factors.
+GRADIENT_ROUNDINGS = 8
+
+
+def sum_error(
+    input: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a sum of products, and the error that it has in the compute type."""
+    value = reference.linear(input, weight, bias)
+    magnitude = reference.linear(input.abs(), weight.abs(), None if bias is None else bias.abs())
+    return value, bound(value, magnitude, input.shape[-1], compute_type(dtype))
+
+
+def gradient_errors(
+    input: Tensor, weight: Tensor, gradient: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Bound the errors of the gradients of a product's factors.
+
+    Args:
+        gradient: bounds the magnitude of the product's own gradient, and of the terms of its
+            slopes.
+    """
+    terms = max(weight.shape[0], gradient.shape[:-1].numel()) + input.shape[-1]
+    compute = compute_type(dtype)
+    relative = GRADIENT_ROUNDINGS * roundoff(dtype) + roundings(terms) * roundoff(compute)
+    of_input = torch.einsum("...n,nk->...k", gradient, weight.abs())
+    of_weight = torch.einsum("...n,...k->nk", gradient, input.abs())
+    return relative * of_input + smallest(dtype), relative * of_weight + smallest(dtype)
+
+
+def finished(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    of_functions = roundings(FUNCTION_ROUNDINGS) * roundoff(compute_type(dtype))
+    return error + (of_functions + roundoff(dtype)) * value.abs() + smallest(dtype)
+
+
+# --------------------------------------------------------------------------- foo::linear_activation
+
+
+def activation_sample(name: str, activation: str, rows: int, depth: int, columns: int) -> Maker:
+    make = linear_sample(name, (rows,), depth, columns)
+    return lambda dtype: Sample(make(dtype).inputs, {"activation": activation})
+
+
+def activation_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    """Bound the error; gelu's sum of 1 and a negative number has the absolute error of 1."""
+    input, weight, bias = sample.inputs
+    value, error = sum_error(input, weight, dtype, bias)
+    of_function = roundings(FUNCTION_ROUNDINGS) * roundoff(compute_type(dtype)) * value.abs()
+    result = reference.linear_activation(*sample.inputs, **sample.keywords)
+    return (finished(result, SLOPE * error + of_function, dtype),)
+
+
+def activation_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    input, weight, bias = sample.inputs
+    (dtype, *_), (grad,) = dtypes, cotangents
+    assert dtype is not None
+    gradient = grad.abs() * (1 + reference.linear(input, weight, bias).abs())
+    of_input, of_weight = gradient_errors(input, weight, gradient, dtype)
+    _, of_bias = gradient_errors(input.new_ones(*input.shape[:-1], 1), weight, gradient, dtype)
+    return of_input, of_weight, of_bias[:, 0]
+
+
+LINEAR_ACTIVATION = OpSpec(
+    operator=torch.ops.foo.linear_activation.default,
+    reference=reference.linear_activation,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: activation_sample("sized", "silu", size, size + 3, size + 1)(dtype),
+    samples={
+        "relu": activation_sample("relu", "relu", 11, 35, 18),
+        "gelu": activation_sample("gelu", "gelu", 9, 19, 33),
+        "gelu_tanh": activation_sample("gelu_tanh", "gelu_tanh", 70, 300, 65),
+        "one row": activation_sample("one row", "gelu", 1, 515, 131),
+    },
+    essential=("size1", "gelu"),
+    in_layouts=("size7", "gelu"),
+    large=activation_sample("large", "gelu", 301, 600, 333),
+    output_budget=activation_budget,
+    gradient_budget=activation_gradient_budget,
+)
+
+
+# ----------------------------------------------------------------------------- foo::linear_silu_mul
+
+
+def gate_sample(name: str, rows: tuple[int, ...], depth: int, columns: int) -> Maker:
+    shapes = ((*rows, depth), (columns, depth), (columns, depth))
+    return lambda dtype: Sample(tuple(random(name, *shapes, dtype=dtype)))
+
+
+def gate_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    input, gate_weight, up_weight = sample.inputs
+    (gate, gate_error), (up, up_error) = (
+        sum_error(input, weight, dtype) for weight in (gate_weight, up_weight)
+    )
+    silu = gate * torch.sigmoid(gate)
+    error = SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
+    return (finished(silu * up, error, dtype),)
+
+
+def gate_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    input, gate_weight, up_weight = sample.inputs
+    (dtype, *_), (grad,) = dtypes, cotangents
+    assert dtype is not None
+    gate, up = reference.linear(input, gate_weight), reference.linear(input, up_weight)
+    of_gate, of_up = grad.abs() * (1 + gate.abs()) * up.abs(), grad.abs() * (1 + gate.abs())
+    input_by_gate, gate_error = gradient_errors(input, gate_weight, of_gate, dtype)
+    input_by_up, up_error = gradient_errors(input, up_weight, of_up, dtype)
+    return input_by_gate + input_by_up, gate_error, up_error
+
+
+LINEAR_SILU_MUL = OpSpec(
+    operator=torch.ops.foo.linear_silu_mul.default,
+    reference=reference.linear_silu_mul,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: gate_sample("sized", (2, size), size + 3, size + 1)(dtype),
+    samples={
+        "vector": gate_sample("vector", (), 19, 33),
+        "no depth": gate_sample("no depth", (3,), 0, 5),
+        "one row": gate_sample("one row", (1,), 1029, 131),
+        "few columns": gate_sample("few columns", (61,), 300, 5),
+        "several sections": gate_sample("several sections", (61,), 1101, 75),
+    },
+    essential=("size1", "size7"),
+    in_layouts=("size7", "few columns"),
+    large=gate_sample("large", (301,), 600, 333),
+    output_budget=gate_budget,
+    gradient_budget=gate_gradient_budget,
+)
+
+
+# --------------------------------------------------------------- foo::linear_int8, foo::linear_int4
+
+# The error of an element is bounded as for foo::linear, with the magnitudes of the dequantized
+# weights. Weights that are rounded to the input's dtype have errors of their own, independent of
+# each other.
+
+
+def integers(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Draw integers over their whole range."""
+    (numbers,) = random(name, shape, dtype=torch.float64)
+    bits = (numbers * 4096).round().to(torch.int64) % 256
+    return bits.to(torch.uint8).view(dtype)
+
+
+def int8_sample(
+    name: str, rows: tuple[int, ...], depth: int, columns: int, *, has_bias: bool = True
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        input, scale, bias = random(name, (*rows, depth), (columns,), (columns,), dtype=dtype)
+        weight = integers(name, (columns, depth), torch.int8)
+        inputs = (input, weight, scale / 128)
+        return Sample((*inputs, bias) if has_bias else inputs)
+
+    return make
+
+
+def int4_sample(
+    name: str,
+    rows: tuple[int, ...],
+    groups: int,
+    columns: int,
+    *,
+    group_size: int = 32,
+    has_bias: bool = True,
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        of_groups = (columns, groups)
+        input, scale, zero, bias = random(
+            name, (*rows, groups * group_size), of_groups, of_groups, (columns,), dtype=dtype
+        )
+        weight = integers(name, (columns, groups * group_size // 2), torch.uint8)
+        # Zero points are integers, except in the first column.
+        zero = (8 + 4 * zero).to(dtype)
+        zero[1:] = zero[1:].round()
+        inputs = (input, weight, scale / 8, zero)
+        return Sample((*inputs, bias) if has_bias else inputs, {"group_size": group_size})
+
+    return make
+
+
+def special_quantized(make: Maker, dtype: torch.dtype) -> Sample:
+    """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
+    sample = make(dtype)
+    input, _, scale, *_ = sample.inputs
+    input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
+    input[-1] = 0
+    scale[4], scale[6] = torch.inf, torch.nan
+    scale[2] = 0
+    return sample
+
+
+# ------------------------------------------------------------------------ quantised weights, errors
+
+
+def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return the dequantized weight, and the magnitudes in its computation."""
+    _, weight, scale, *others = sample.inputs
+    if not sample.keywords:
+        value = weight.double() * scale.detach()[:, None]
+        return value, value.abs()
+    factors, size = (scale.detach(), others[0].detach()), sample.keywords["group_size"]
+    magnitude = reference.numbers_of_int4(weight, factors[0].abs(), -factors[1].abs(), size)
+    return reference.numbers_of_int4(weight, *factors, size), magnitude
+
+
+def error_of_rounded(left: Tensor, right: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
+    """Bound the error of a sum of products with a right matrix that is rounded to a dtype.
+
+    Errors are independent, each at most a rounding of its term: their sum exceeds 8 times the root
+    of the sum of their squares with a probability below 3e-14 (Hoeffding 1963, theorem 2).
+    """
+    all_terms = torch.einsum(equation, left.abs(), right.abs())
+    squares = torch.einsum(equation, left.square(), right.square())
+    return roundoff(dtype) * torch.minimum(all_terms, 8 * squares.sqrt())
+
+
+def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    input = sample.inputs[0]
+    value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
+    bias = sample.inputs[4 if sample.keywords else 3 :]
+    total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
+    # Three more terms for a weight, or for the scale of a sum.
+    error = bound(value, total, input.shape[-1] + 3, dtype)
+    if dtype == torch.bfloat16 and sample.keywords:
+        error = error + error_of_rounded(input, weight, "...k,nk->...n", dtype)
+    return (error,)
+
+
+def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    """Bound the errors of the gradients of tensors that require one."""
+    input, integers, scale, *others = (
+        it.detach() if isinstance(it, Tensor) else it for it in sample.inputs
+    )
+    (grad,), (dtype, *_) = cotangents, dtypes
+    assert dtype is not None
+    weight, magnitude = numbers(sample)
+    rows, depth = grad.shape[:-1].numel(), input.shape[-1]
+    of_input = torch.einsum("...n,nk->...k", grad.abs(), magnitude)
+    error = bound(torch.einsum("...n,nk->...k", grad, weight), of_input, len(weight) + 3, dtype)
+    budgets = [error + error_of_rounded(grad, weight, "...n,nk->...k", dtype)]
+    of_weight = torch.einsum("...n,...k->nk", grad, input)
+    magnitudes = torch.einsum("...n,...k->nk", grad.abs(), input.abs())
+    terms = rows + depth + 3
+    if sample.keywords:
+        size = sample.keywords["group_size"]
+        one, (zero, *others) = torch.ones_like(scale), others
+        steps = reference.numbers_of_int4(integers, one, zero, size)
+        most = reference.numbers_of_int4(integers, one, -zero.abs(), size)
+        groups = (scale.shape[1], size)
+        for factor, largest, by in ((steps, most, one), (one.new_ones(1), one.new_ones(1), scale)):
+            value = (of_weight * factor).unflatten(1, groups).sum(-1) * by
+            total = (magnitudes * largest).unflatten(1, groups).sum(-1) * by.abs()
+            budgets.append(bound(value, total, terms, dtype))
+    else:
+        value = (of_weight * integers).sum(-1)
+        budgets.append(bound(value, (magnitudes * integers.double().abs()).sum(-1), terms, dtype))
+    if others:
+        value, total = (torch.einsum("...n->n", it) for it in (grad, grad.abs()))
+        budgets.append(bound(value, total, rows, dtype))
+    tensors = [it for it in sample.inputs if it.is_floating_point()]
+    return tuple(it for tensor, it in zip(tensors, budgets, strict=True) if tensor.requires_grad)
+
+
+def reference_of(sample: Sample) -> Callable[..., Tensor]:
+    return reference.linear_int4 if sample.keywords else reference.linear_int8
+
+
+# ------------------------------------------------------------------------- quantised weights, specs
+
+
+LINEAR_INT8 = OpSpec(
+    operator=torch.ops.foo.linear_int8.default,
+    reference=reference.linear_int8,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: int8_sample("sized", (2, size), size + 3, size + 1)(dtype),
+    samples={
+        "vector": int8_sample("vector", (), 19, 33),
+        "no bias": int8_sample("no bias", (3, 4), 35, 18, has_bias=False),
+        "no depth": int8_sample("no depth", (3,), 0, 5),
+        "no columns": int8_sample("no columns", (3,), 5, 0),
+        "one row": int8_sample("one row", (1,), 1029, 131),
+        "few rows": int8_sample("few rows", (5,), 515, 70),
+        "several sections": int8_sample("several sections", (61,), 1101, 75),
+        "special values": partial(special_quantized, int8_sample("special", (9,), 21, 20)),
+        "special values of few rows": partial(special_quantized, int8_sample("few", (7,), 21, 20)),
+    },
+    essential=("size1", "size7", "no bias"),
+    in_layouts=("size7", "no bias", "few rows"),
+    large=int8_sample("large", (301,), 600, 333),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
+)
+
+LINEAR_INT4 = OpSpec(
+    operator=torch.ops.foo.linear_int4.default,
+    reference=reference.linear_int4,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: int4_sample("sized", (2, size), 1 + size // 6, size + 1)(dtype),
+    samples={
+        "vector": int4_sample("vector", (), 1, 33),
+        "no bias": int4_sample("no bias", (3, 4), 1, 9, has_bias=False),
+        "no depth": int4_sample("no depth", (3,), 0, 5),
+        "no columns": int4_sample("no columns", (3,), 2, 0),
+        "one row": int4_sample("one row", (1,), 33, 131),
+        "one row, groups of 64": int4_sample("64", (1,), 9, 41, group_size=64),
+        "few rows, groups of 128": int4_sample("128", (5,), 5, 70, group_size=128),
+        "several sections": int4_sample("several sections", (61,), 9, 75, group_size=128),
+        "special values": partial(special_quantized, int4_sample("special", (9,), 2, 20)),
+        "special values of few rows": partial(special_quantized, int4_sample("few", (7,), 2, 20)),
+    },
+    essential=("size1", "size7", "no bias"),
+    in_layouts=("size7", "no bias", "few rows, groups of 128"),
+    large=int4_sample("large", (301,), 10, 333, group_size=64),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
 )

@@ -21,7 +21,7 @@ ROOM = 1.5
 
 
 def number_for(dtype):
-    """Return the type that errors of this dtype are measured in."""
+    """Return the type in which errors of this dtype are measured."""
     return np.longdouble if dtype == torch.float64 else np.float64
 
 
@@ -45,10 +45,10 @@ def capped_by_torch(query, key, value, softcap):
 
 
 def saturated(dtype, softcap):
-    """Inputs whose scores are exact and 8 to 18 times the cap (float64: 20 to 45), with both signs,
-    and the scale.
+    """Return inputs and a scale that give exact scores of 8 to 18 times the cap, of both signs.
 
-    Of 1 - tanh^2, computed as it stands here, the compute type keeps no digit.
+    Float64 scores are 20 to 45 times the cap. At such sizes 1 - tanh^2, computed as written, loses
+    every digit of the compute type.
     """
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randint(2, 4, (2, 1, 2, 40, 1), generator=generator).double()
@@ -61,8 +61,9 @@ def saturated(dtype, softcap):
 @pytest.mark.parametrize("softcap", [1e-6, 1e-3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_where_the_soft_cap_is_saturated(dtype, softcap, device):
-    """The derivative of tanh has all its digits where it is 1e-7 and less, up to those that the
-    argument's own rounding leaves it.
+    """The derivative of tanh keeps all its digits at 1e-7 and below.
+
+    Only the rounding of its argument limits them.
     """
     inputs, scale = saturated(dtype, softcap)
     output = foo_ops.attention(*(t.to(device) for t in inputs), softcap=softcap, scale=scale)
@@ -107,7 +108,7 @@ def test_soft_caps_of_any_size_beside_torch(dtype, softcap, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("softcap", [1e-3, 1.0])
 def test_second_derivatives_where_the_soft_cap_is_saturated(dtype, softcap):
-    """They are compared with central differences of the first derivative's closed formula."""
+    """The reference is central differences of the first derivative's closed formula."""
     inputs, scale = saturated(dtype, softcap)
     generator = torch.Generator().manual_seed(2)
     output = foo_ops.attention(*inputs, softcap=softcap, scale=scale)
@@ -136,7 +137,7 @@ def test_second_derivatives_where_the_soft_cap_is_saturated(dtype, softcap):
 
 
 def leaves(dtype, queries, keys, *, heads=4, key_heads=4, bias=(), slopes=True, sinks=False):
-    """Make inputs of attention; those whose gradients gather sums over keys are not rounded."""
+    """Make inputs of attention; tensors whose gradients are sums over keys are not rounded."""
     compute = compute_type(dtype)
     tensors = random(0, (1, heads, queries, 32), *[(1, key_heads, keys, 32)] * 2, dtype=dtype)
     own_bias = random(1, bias, dtype=dtype if bias[-1] > 1 else compute)[0] if bias else None
@@ -178,9 +179,7 @@ SUMS = {
 @pytest.mark.parametrize(("lengths", "has", "options"), SUMS.values(), ids=SUMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_are_sums_over_keys(dtype, lengths, has, options, with_logsumexp):
-    """Gradients of slopes, sinks and biases show neither the output's rounding nor a row's
-    distance.
-    """
+    """The output's rounding and a row's distance do not show in these gradients."""
     inputs = leaves(dtype, *lengths, **has)
     ours = foo_ops.attention(*inputs, **options, return_logsumexp=True)
     check_sums(inputs, ours, with_logsumexp, options)
@@ -199,8 +198,9 @@ def test_gradients_that_are_sums_over_keys_with_dropout(dtype):
 
 
 def in_pages(tensors, size):
-    """Put rows (heads, length, dim) of several sequences into pages in reverse order; return their
-    table, too.
+    """Store rows (heads, length, dim) of several sequences in pages, in reverse order.
+
+    Returns the pages and their table.
     """
     pages, table, most = [], [], max(-(-t.shape[1] // size) for t in tensors)
     for tensor in tensors:
@@ -217,7 +217,7 @@ def in_pages(tensors, size):
 @pytest.mark.parametrize("paged", [False, True], ids=["packed", "pages"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_are_sums_over_keys_of_packed_sequences(dtype, paged):
-    """Each sequence has slopes of its own; the keys that it sees are far away."""
+    """Each sequence has its own slopes, and sees only keys far away."""
     options = {"window_left": 2000, "window_right": -1, "softcap": 4.0}
     lengths = [(7, 257), (16, 600)]
     parts = [leaves(dtype, *length, sinks=True) for length in lengths]
@@ -272,7 +272,7 @@ def check_sums(inputs, ours, with_logsumexp, options):
 
 
 def cancellation(exact, name):
-    """Return how many times larger the terms of a sum are than the sum."""
+    """Return the ratio of the size of a sum's terms to the size of the sum."""
     terms, total = (np.linalg.norm(exact[key].ravel()) for key in (f"{name} terms", name))
     return float(terms / total)
 
@@ -296,7 +296,7 @@ def flash(query, key, value, is_causal):
 
 
 def long_sample(dtype, queries, keys, mean, head_dim=64):
-    """Make values and output gradients of this mean: their sums lose the most digits."""
+    """Make values and output gradients with this mean: their sums lose the most digits."""
     query, key = random(5, *[(1, 2, length, head_dim) for length in (queries, keys)], dtype=dtype)
     value = random(6, (1, 2, keys, head_dim), dtype=dtype, mean=mean)[0]
     grad_output = random(7, query.shape, dtype=dtype, mean=mean / 3)[0].detach()
@@ -318,7 +318,7 @@ def zeros_like_logsumexp(output):
 @pytest.mark.parametrize(("lengths", "is_causal"), LONG.values(), ids=LONG.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_outputs_of_many_keys_beside_flash(dtype, lengths, is_causal, mean, device):
-    """Weights, and what they weigh, are summed tile by tile, not key by key."""
+    """Weights and weighted values are summed tile by tile, not key by key."""
     inputs, grad_output = long_sample(dtype, *lengths, mean)
     output = foo_ops.attention(*(t.to(device) for t in inputs), is_causal=is_causal)
     exact = exact_attention(
@@ -353,7 +353,7 @@ def test_outputs_of_packed_sequences_beside_flash(queries, paged):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_many_keys_beside_flash(dtype, lengths, is_causal, mean):
-    """A weight has the digits of the logsumexp, also in units of log 2, which are more."""
+    """A weight is as precise as the logsumexp, also in units of log 2, which need more digits."""
     inputs, grad_output = long_sample(dtype, *lengths, mean)
     output, other = foo_ops.attention(*inputs, is_causal=is_causal), flash(*inputs, is_causal)
     exact = exact_attention(

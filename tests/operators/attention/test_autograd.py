@@ -10,8 +10,7 @@ import foo_ops
 from foo_ops import library, testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention import SMALL
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_mask
+from foo_ops.testing.specs.attention import SMALL, attention_sample, random_bias, random_mask
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,7 +20,7 @@ attention = torch.ops.foo.attention
 
 @for_each_once
 def test_first_derivatives_do_not_enter_python(spec, make):
-    """A call with 8 floats takes 12 us, and took 200 us where it entered Python."""
+    """A call with 8 floats takes 12 us; through Python it took 200 us."""
     sample = make(torch.float32).requiring_grad()
     sample.call(spec.operator)[0].sum().backward()
     files = []
@@ -53,7 +52,7 @@ TWICE = {
     ids=[*ONCE, "plain", "packed twice", "plain blocks"],
 )
 def test_operators_of_the_backward_pass(spec, make, device):
-    """They are public, too, with and without slopes and sinks."""
+    """The backward operators are public, with and without slopes and sinks."""
     sample = make(torch.bfloat16).to(device)
     outputs = sample.call(spec.operator)
     cotangents = [tensor.to(device) for tensor in testing.cotangents_for(outputs)]
@@ -114,7 +113,7 @@ def test_second_derivatives_over_several_tiles(make, device):
 
 
 def test_second_derivatives_only_where_they_are_needed(device):
-    """Neither pass computes the gradient of a key that needs none."""
+    """Neither backward pass computes the gradient of a key that needs none."""
     query, key, value = random("some", *[(1, 2, 5, 4)] * 3, dtype=torch.float64)
     query = query.to(device).requires_grad_()
     output = foo_ops.attention(query, key.to(device), value.to(device))

@@ -1,7 +1,7 @@
-"""Dropout in foo::attention and foo::attention_varlen follows its mask in every pass.
+"""Dropout in foo::attention and foo::attention_varlen uses one mask in every pass.
 
-With a multiple of the unit matrix as value, the output is that of the matrix of probabilities after
-dropout, so that one sees which of them were kept.
+With a multiple of the identity matrix as value, the output is the matrix of probabilities after
+dropout, which shows the kept ones.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import foo_ops
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, reference
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import (
+from foo_ops.testing.specs.attention import (
     attention_sample,
     random_bias,
     random_mask,
@@ -60,7 +60,7 @@ SAMPLES = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_values_and_gradients(name, dtype, device):
-    """Backward uses the mask of forward, which is read off the output."""
+    """Backward uses forward's mask, which is read off the output."""
     sample = with_unit_value(SAMPLES[name](dtype))
     plain, _ = call(sample, device)
     assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION.reference)[0])
@@ -108,7 +108,7 @@ SEED = 2**62 + 12345
 
 
 def seeded(operator, inputs, **keywords):
-    """Call the operator with a seed of its own, and dropout of a quarter."""
+    """Call the operator with its own seed and a dropout probability of a quarter."""
     seed = torch.tensor([SEED], device=inputs[0].device)
     return operator(*inputs, seed, dropout_p=0.25, **keywords)
 
@@ -121,18 +121,18 @@ def dropout_mask_of_seed(shape, dtype, device):
     return result.cpu() == 1
 
 
-# The first are computed a query at a time, the others in blocks of several panels. From 1025 keys
-# on the keys of few queries are split.
+# The first sizes are computed one query at a time, the others in blocks of several panels. From
+# 1025 keys on, the keys of few queries are split.
 SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100), (12, 2100))
 
 
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_kernels_have_the_same_dropout_mask(queries, keys, dtype, device):
-    """The mask is read off forward, backward, and the formula for second derivatives.
+    """Forward, backward, and the formula for second derivatives show the same mask.
 
-    With equal scores, and gradients of the outputs that are unit vectors, the gradient of value is
-    the transposed matrix of weights. A value has no more than 256 columns: it is cut into slices.
+    With equal scores and unit vectors as output gradients, the gradient of value is the transposed
+    matrix of weights. A value has at most 256 columns, so it is cut into slices.
     """
     heads = 2
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -157,7 +157,7 @@ def test_all_kernels_have_the_same_dropout_mask(queries, keys, dtype, device):
 @pytest.mark.parametrize("pages", [None, Pages(16)], ids=["packed", "pages"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_have_the_same_dropout_mask(dtype, pages, device):
-    """A query and a key have the numbers of their places in their sequence."""
+    """Random numbers of a query and a key depend on their places within their sequence."""
     lengths = [(1, 30), (8, 7), (0, 3), (40, 150), (3, 1)]
     longest = 150
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -199,7 +199,7 @@ def test_packed_sequences_have_the_same_dropout_mask(dtype, pages, device):
     ids=["attention", "1 query", "blocks"],
 )
 def test_gradients_that_can_be_differentiated_are_the_same(spec, make, device):
-    """They come from another formula, with the same mask."""
+    """A different formula computes these gradients, with the same mask."""
     sample = with_dropout(make(torch.float64), 0.25).to(device).requiring_grad()
     torch.manual_seed(0)
     outputs = sample.call(spec.operator)
@@ -228,7 +228,7 @@ def test_same_seed_same_result(device):
 
 
 def test_gradients_do_not_draw_again(device):
-    """The second of two backward passes, and calls in between, change nothing."""
+    """A second backward pass, and calls in between, do not change the gradients."""
     sample = with_dropout(SAMPLES["causal"](torch.float32), 0.5).to(device).requiring_grad()
     outputs = call(sample, device)
     cotangents = testing.cotangents_for(outputs)
@@ -251,7 +251,7 @@ def test_same_numbers_on_both_devices():
 
 
 def test_state_of_the_generator(device):
-    """It moves with each call, and what it was brings the same numbers back."""
+    """Each call moves the state, and restoring it repeats the numbers."""
     module = torch if device == "cpu" else torch.foo
     sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device)
     state = module.get_rng_state()
@@ -277,7 +277,7 @@ def test_nothing_is_drawn_without_dropout(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nearly_everything_is_dropped(dtype, device):
-    """What is left is finite, or infinite where the dtype is too narrow: never NaN."""
+    """Results are finite, or infinite where the dtype is too narrow, but never NaN."""
     sample = with_dropout(SAMPLES["causal"](dtype), math.nextafter(1.0, 0.0))
     leaves = sample.to(device).requiring_grad()
     output, logsumexp = call(leaves, device)
@@ -304,7 +304,7 @@ def test_checkpoint_computes_the_same_again(device):
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(device):
-    """Forward and backward of a graph have one mask, and it is not taken for a constant."""
+    """A graph's forward and backward share a mask, which is not compiled in as a constant."""
     backend = "inductor" if device == "cpu" else "aot_eager"
     sample = with_unit_value(SAMPLES["plain"](torch.float32)).to(device).requiring_grad()
 
@@ -344,7 +344,7 @@ def test_compiled(device):
     ids=["packed", "pages"],
 )
 def test_varlen(make, dtype, device):
-    """The reference takes the mask that is read off the output."""
+    """The reference takes the mask read off the output."""
     sample = make(dtype)
     query, key, value, *_ = sample.inputs
     longest = sample.keywords["max_seqlen_k"]

@@ -14,17 +14,13 @@ from support.attention_dropout import (
 
 from foo_ops.testing import ATTENTION
 from foo_ops.testing.spec import Sample, random
-from foo_ops.testing.specs.attention_samples import (
-    attention_sample,
-    random_bias,
-    random_mask,
-)
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dropout_mask(device, dropout_p, *, seed=0, **sizes):
-    """Tell which probabilities are kept; with equal scores, none of them is zero by itself."""
+    """Return which probabilities are kept; scores are equal, so none is zero by itself."""
     sample = with_dropout(
         with_unit_value(attention_sample(**sizes, scale=0.0)(torch.float32)), dropout_p
     )
@@ -32,19 +28,19 @@ def dropout_mask(device, dropout_p, *, seed=0, **sizes):
     return output.cpu() != 0
 
 
-# The probability of an error of chance, for each of the bounds below.
+# Probability that a bound below fails by chance.
 CHANCE = 1e-9
 
 
 def bound_of_mean(count, dropout_p=0.5):
-    """Apply Bernstein's inequality to the mean of independent numbers that are 1 or 0."""
+    """Return Bernstein's bound for the mean of independent numbers that are 1 or 0."""
     variance = dropout_p * (1 - dropout_p)
     log = math.log(2 / CHANCE)
     return log / (3 * count) + math.sqrt((log / (3 * count)) ** 2 + 2 * log * variance / count)
 
 
 def assert_independent(first, second):
-    """Check that half of the places of two masks agree, each with one half kept."""
+    """Check that two masks, each half kept, agree in half of their places."""
     agreement = (first == second).double().mean().item()
     assert abs(agreement - 0.5) < bound_of_mean(first.numel())
 
@@ -52,7 +48,7 @@ def assert_independent(first, second):
 @pytest.mark.parametrize("dropout_p", [0.05, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("queries", [1, 150])
 def test_as_many_are_kept_as_should_be(dropout_p, queries, device):
-    """The share is right in all, and in each row, column and head."""
+    """The kept share is right overall, and in each row, column and head."""
     mask = dropout_mask(device, dropout_p, batch=3, heads=4, queries=queries, keys=200).double()
     for dimensions in ((0, 1, 2, 3), (3,), (0, 1, 2), (2, 3)):
         means = mask.mean(dimensions)
@@ -61,7 +57,7 @@ def test_as_many_are_kept_as_should_be(dropout_p, queries, device):
 
 
 def test_rows_vary_as_independent_numbers_do(device):
-    """The number kept in a row has the binomial variance, within 5 standard deviations of it."""
+    """The kept count per row has the binomial variance, within 5 standard deviations."""
     dropout_p, keys = 0.3, 200
     mask = dropout_mask(device, dropout_p, batch=2, heads=4, queries=150, keys=keys)
     counts = mask.double().sum(-1)
@@ -91,7 +87,7 @@ def test_seeds_and_calls_are_independent(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [1, 140])
 def test_dropout_mask_depends_on_the_seed_and_the_place_alone(dtype, queries, device):
-    """It does not depend on values, head dimension, shared keys, a mask, threads, or the device."""
+    """The mask depends on no values, head dimension, shared keys, mask, threads or device."""
     mask = dropout_mask("cpu", 0.4, heads=4, queries=queries, keys=150)
     others = [
         attention_sample(heads=4, queries=queries, keys=150, head_dim=64),
@@ -112,7 +108,7 @@ def test_dropout_mask_depends_on_the_seed_and_the_place_alone(dtype, queries, de
 
 
 def test_key_splits_have_their_own_numbers(device):
-    """The 1025 keys of one query are split, and seen through 5 slices of the value."""
+    """The 1025 keys of one query are split; 5 slices of the value show all weights."""
     query, key, _ = random("key splits", (1, 2, 1, 16), (1, 2, 1025, 16), (1,), dtype=torch.float32)
     unit = torch.eye(1025).expand(1, 2, -1, -1)
     slices = []

@@ -1,4 +1,4 @@
-"""foo::attention refuses bad input, eager and fake: argument, requirement, and what came."""
+"""foo::attention refuses bad input, eager and fake: the argument, its requirement, its value."""
 
 import functools
 
@@ -14,7 +14,7 @@ from support.attention_errors import (
 
 
 def attention(device, *shapes, dtype=torch.float32, bias=None, **keywords):
-    """Call attention with tensors of these shapes; by default (2, 4, 5, 8), (2, 4, 7, 8) twice."""
+    """Call attention with these shapes; the defaults are (2, 4, 5, 8) and (2, 4, 7, 8) twice."""
     shapes = [*shapes, *((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8))[len(shapes) :]]
     tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
     if bias is not None:
@@ -196,7 +196,7 @@ def test_attention_mixed_devices(name, own, other):
 def test_attention_backward_reads_nothing_outside_its_tensors(
     name, attn_bias_requires_grad, mode, device
 ):
-    """The operators of the backward pass are public, too."""
+    """The backward operators are public, so they check their arguments themselves."""
     with mode:
         rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
         tensors = {
@@ -230,7 +230,7 @@ def test_attention_backward_reads_nothing_outside_its_tensors(
 
 
 def takers_of_a_seed(device):
-    """Return each operator with the name that its messages begin with."""
+    """Return each operator with the name at the start of its messages."""
     rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
     query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
     packed_rows = torch.zeros(4, 9, device=device)

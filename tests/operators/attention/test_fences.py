@@ -1,4 +1,4 @@
-"""No kernel of attention writes outside of its regions of memory."""
+"""No attention kernel writes outside its regions of memory."""
 
 import ctypes
 
@@ -11,9 +11,9 @@ from foo_ops.kernels.compiler.cache import cache_directory
 from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.kernels.simd.types import compute_dtype
 
-# Each call of a kernel goes through `checked`, which fills the fences between the parts of scratch
-# memory before it, and looks at them afterwards. The sums of keys and values are moved to memory
-# with fences of its own meanwhile. Arguments: a dtype; and what is too small, if anything.
+# Each kernel call goes through `checked`, which fills the fences between the parts of scratch
+# memory before the call and checks them afterwards. Sums of keys and values are moved to fenced
+# memory meanwhile. Arguments: a dtype, and which region is too small, if any.
 FENCED = """
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention of the CPU after activate_flash_attention_impl("foo")."""
+"""The CPU's scaled_dot_product_attention after activate_flash_attention_impl("foo")."""
 
 import itertools
 import warnings
@@ -29,7 +29,7 @@ def inputs(dtype=torch.float32, queries=7, keys=11, transposed=True):
 
 
 def exact(query, key, value, attn_mask=None, is_causal=False, scale=None):
-    """Compute the output and the gradients of its sines' sum in float64, by the formula."""
+    """Return the formula's output in float64, and the gradients of the sum of its sine."""
     query, key, value = (it.detach().double().requires_grad_() for it in (query, key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -44,7 +44,7 @@ def exact(query, key, value, attn_mask=None, is_causal=False, scale=None):
 
 
 def called(function):
-    """Return the names of the operators that a call calls."""
+    """Return the names of the operators that a function calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return {event.key for event in profile.key_averages()}

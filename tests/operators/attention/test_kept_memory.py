@@ -1,4 +1,4 @@
-"""Calls of attention keep memory for the next one: it is limited, and no two share it."""
+"""Attention calls keep memory for the next call: it is limited, and never shared."""
 
 import os
 
@@ -29,7 +29,7 @@ def in_threads(count, function, *arguments):
 
 
 def grown(program):
-    """Return how many bytes more than before a program prints that it has."""
+    """Run a program that prints by how many bytes it has grown, and return that number."""
     process = python(RESIDENT + program)
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
@@ -46,7 +46,7 @@ print(resident() - before)
 
 
 def test_memory_of_large_heads_is_given_up():
-    """Where small ones follow, 40 MB and more for each thread are freed."""
+    """When small heads follow, 40 MB and more per thread are freed."""
     assert grown(LARGE_HEADS) < 2**24
 
 
@@ -83,7 +83,7 @@ print(resident() - before)
 
 
 def test_what_is_kept_of_many_calls_at_once_has_a_limit():
-    """They need 20 MB each, and 64 MB and 4 MB for each processor are kept."""
+    """Each call needs 20 MB; 64 MB are kept, and 4 MB per processor."""
     assert grown(MANY_AT_ONCE) < 2**26 + 2**22 * os.cpu_count() + 2**25
 
 

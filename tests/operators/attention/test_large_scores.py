@@ -1,6 +1,6 @@
 """foo::attention is right where scores are large: masks of large numbers, softmaxes of one key.
 
-Of a sum of weights beside a score of 1e9 nothing is left in the logsumexp; the weights must not
+Beside a score of 1e9, the logsumexp has no digit left of the sum of weights; the weights must not
 depend on it.
 """
 
@@ -12,7 +12,7 @@ import torch
 from foo_ops import testing
 from foo_ops.ops.arguments import compute_type
 from foo_ops.testing import ATTENTION, Sample
-from foo_ops.testing.specs.attention_samples import attention_sample
+from foo_ops.testing.specs.attention import attention_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +27,7 @@ def large_number(hiding, dtype):
 
 
 def rows_of(value, queries, keys, dtype):
-    """Make a mask (queries, keys) with ``value`` in the first row and in the last."""
+    """Make a mask (queries, keys) with ``value`` in its first and last row."""
     mask = torch.zeros(queries, keys, dtype=dtype)
     mask[0] = mask[-1] = value
     return mask
@@ -42,7 +42,7 @@ def results_of(sample, function, cotangents):
 
 
 def actual_and_expected(sample, device):
-    """Return the results on a device and of the reference, all in float64 and on the cpu."""
+    """Return the results on a device and the reference's, all in float64 on the cpu."""
     cotangents = testing.cotangents_for(sample.call(ATTENTION.operator))
     exact_cotangents = [tensor.double() for tensor in cotangents]
     expected = results_of(sample.exact(), ATTENTION.reference, exact_cotangents)
@@ -54,7 +54,7 @@ def actual_and_expected(sample, device):
 def check(sample, device):
     """Compare with the reference, relative to the largest element of each result.
 
-    What other tests allow grows with the scores.
+    The tolerances of other tests would grow with the scores.
     """
     tolerance = 16 * torch.finfo(sample.inputs[0].dtype).eps
     for result, exact in zip(*actual_and_expected(sample, device), strict=True):
@@ -65,9 +65,9 @@ def check(sample, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_overflows_at_the_largest_scores(dtype, device):
-    """One score is 3e4 and the others are far below: the softmax picks one value.
+    """One score is 3e4 and all others are far below: the softmax picks one value.
 
-    Backward computes exp(3e4 - logsumexp) again, with the roundings of numbers of that size.
+    Backward recomputes exp(3e4 - logsumexp), where numbers of that size round.
     """
     query = torch.full((1, 1, 3, 4), 173.0, dtype=dtype)
     key = torch.zeros(1, 1, 80, 4, dtype=dtype)
@@ -89,9 +89,9 @@ def test_nothing_overflows_at_the_largest_scores(dtype, device):
 @pytest.mark.parametrize("queries", [2, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding, device):
-    """Padding does so. Scores of that size are all the same, so that the query sees all alike.
+    """Padding creates such rows: their scores are all equal, so that the query sees all keys alike.
 
-    Nothing comes of it where no gradient of its output does: not even 0 times infinity.
+    A row without an output gradient has no gradients: 0 times infinity must not occur.
     """
     compute = compute_type(dtype)
     hiding = large_number(hiding, compute)
@@ -130,7 +130,7 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
 def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
     dtype, queries, keys, hiding, has_sinks, device
 ):
-    """Each weighs 1 / n, forward and backward, and so does a sink of the same size."""
+    """Each key weighs 1 / n, forward and backward, and so does a sink of the same size."""
     compute = compute_type(dtype)
     number = large_number(hiding, compute)
     sinks = torch.tensor([number, 0.5], dtype=compute)
@@ -145,7 +145,7 @@ def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_lowest_number_of_the_dtype_of_the_query(dtype, device):
-    """Masks of Hugging Face's models hide padding by it."""
+    """Masks of Hugging Face's models hide padding with this number."""
     lowest = torch.finfo(dtype).min
     sample = attention_sample(queries=70, keys=90, bias=lambda _: rows_of(lowest, 70, 90, dtype))
     check(sample(dtype), device)
@@ -155,7 +155,7 @@ def test_the_lowest_number_of_the_dtype_of_the_query(dtype, device):
 @pytest.mark.parametrize("size", [1e3, 1e8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores_that_are_all_the_same(dtype, size, is_causal, device):
-    """The key of all tokens is the same, so that its gradient is that of none."""
+    """All tokens have the same key; only the gradient of value is compared."""
     sample = attention_sample(queries=150, keys=1200, scale=size, is_causal=is_causal)(dtype)
     query, key, value, *others = sample.inputs
     sample = Sample((torch.ones_like(query), torch.ones_like(key), value, *others), sample.keywords)

@@ -1,4 +1,4 @@
-"""Keys that a mask hides before and behind all others of some queries are not visited."""
+"""Keys that a mask hides before and behind all keys that some queries see are not visited."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ LOWEST = "finfo.min"
 
 
 def masks():
-    """Masks that show one range of keys to each query, by name; True is shown."""
+    """Return masks that show one range of keys to each query, by name; True is shown."""
     query, key = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
     padding = torch.stack([key >= 130, key < 200])[:, None, None]
     blind = (key <= query + 100) & (query % 7 != 3)
@@ -48,7 +48,7 @@ def as_bias(mask, kind, dtype):
 
 
 def exactly(query, key, value, bias, seen=None):
-    """Return the output in float64; queries that see nothing give 0."""
+    """Return the output in float64; queries that see nothing get 0."""
     scores = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
     if bias.dtype == torch.bool:
         scores = scores.masked_fill(~bias, -math.inf)
@@ -80,7 +80,7 @@ def test_values_and_gradients(kind, dtype):
 
 
 def test_finite_numbers_and_a_window():
-    """What the bias shows may be hidden by the window: then all others share the weight."""
+    """If the window hides all keys that the bias shows, the other keys share the weight."""
     query, key, value = tensors(torch.float32, requires_grad=False)
     bias = torch.full((QUERIES, KEYS), torch.finfo(torch.float32).min)
     bias[:, 250:] = 0.0

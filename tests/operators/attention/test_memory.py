@@ -1,4 +1,4 @@
-"""Attention reads no more than it needs, and takes little memory."""
+"""Attention reads only memory of its tensors, and needs little memory."""
 
 import signal
 
@@ -6,8 +6,8 @@ import pytest
 from support.parts import whole
 from support.processes import python
 
-# Tensors end right before a page that must not be touched, or begin right after one: the process
-# ends with a segmentation fault at the first read outside. Arguments: the name of a dtype.
+# Tensors end right before a protected page, or begin right after one: the first read outside ends
+# the process with a segmentation fault. Arguments: the name of a dtype.
 FENCED = """
 import ctypes
 import mmap
@@ -95,7 +95,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_grows_with_the_length():
-    """Forward and backward run at length 32768, where a matrix of scores has 4 GiB.
+    """Forward and backward run at length 32768, where a matrix of scores needs 4 GiB.
 
     Query, key, value, the output and all gradients have 2 MiB each: 14 MiB.
     """
@@ -126,7 +126,7 @@ print(resident() - before)
 
 
 def test_memory_that_is_kept():
-    """The backward pass keeps its 33 MB of sums for 2000 keys, and not its 164 MB for 10000."""
+    """The backward pass keeps its 33 MB of sums for 2000 keys, but not its 164 MB for 10000."""
     process = python(KEPT_MEMORY)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 2**26
@@ -159,7 +159,7 @@ except RuntimeError:
 
 
 def test_memory_of_the_gradient_of_a_bias(device):
-    """There are 4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
+    """4096 queries and keys fit in 32 MiB, where the scores alone would need 64 MiB."""
     process = python(BIAS_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"
@@ -198,7 +198,7 @@ except RuntimeError:
 
 
 def test_memory_of_blocks_that_are_not_in_use(device):
-    """A table has room for 4 million keys a sequence, which would be 512 MiB, in 32 MiB."""
+    """A table with room for 4 million keys per sequence, 512 MiB of them, works in 32 MiB."""
     process = python(PAGED_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"

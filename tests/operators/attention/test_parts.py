@@ -1,4 +1,4 @@
-"""The operators that have a part of attention's heads, or of its keys, compute that part."""
+"""Operators on a part of attention's heads or keys compute that part of the whole."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def numbers(batch, heads, device):
 
 
 def test_heads_drop_by_their_numbers(device):
-    """A part of batch and heads gets what it gets within the whole, forward and backward."""
+    """A part of the batch and heads drops the same weights as within the whole, in both passes."""
     query, key, value = inputs(device)
     seed = torch.tensor([3], device=device)
     whole = attention(query, key, value, seed=seed, dropout_p=0.5)
@@ -59,7 +59,7 @@ def test_packed_heads_drop_by_their_numbers(device):
 
 
 def test_an_offset_moves_windows_and_slopes(device):
-    """Keys from the third one on are two places nearer."""
+    """With part_offset=-2, the keys from the third on keep their distances to the queries."""
     query, key, value = inputs(device)
     slopes = torch.rand(4, dtype=torch.float64, device=device)
     mask = (torch.arange(7, device=device) >= 2).expand(7, 7)

@@ -7,8 +7,8 @@ from hypothesis import strategies
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, LAYOUTS
-from foo_ops.testing.layouts import expanded
-from foo_ops.testing.specs.attention_samples import (
+from foo_ops.testing.arguments import expanded
+from foo_ops.testing.specs.attention import (
     attention_sample,
     half_infinite_bias,
     random_bias,
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examples(count):
-    """Draw the same examples in each run."""
+    """Return settings that draw the same examples in each run."""
     return hypothesis.settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
 integers, sampled = strategies.integers, strategies.sampled_from
 booleans = strategies.booleans()
 dtypes, devices = sampled(ATTENTION.dtypes), sampled(["cpu", "foo"])
-# Around the sizes of tiles, of blocks of queries, and of key splits.
+# Sizes around those of tiles, blocks of queries, and key splits.
 lengths = integers(0, 20) | integers(60, 70) | integers(94, 98) | sampled([127, 130, 200])
 many_keys = sampled([500, 1023, 1024, 1025, 1100, 2100])
 windows = sampled([-1, -1, 0, 1, 63, 64]) | integers(0, 200)
@@ -61,12 +61,12 @@ def biases(draw, batch, heads, queries, keys):
 
 @strategies.composite
 def in_layouts(draw, sample):
-    """Return the sample with its tensors in layouts of their own."""
+    """Return the sample with each tensor in a layout of its own."""
     return sample.map(lambda tensor: draw(layouts_of(tensor))(tensor))
 
 
 def layouts_of(tensor):
-    """Draw layouts that do not repeat the numbers of blocks, of which there may be too few."""
+    """Draw layouts; block numbers are not repeated, since there may be too few blocks."""
     integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
     layouts = [layout for layout in LAYOUTS if not (integer and layout is expanded)]
     return sampled([torch.clone, *layouts])

@@ -1,4 +1,4 @@
-"""foo::attention computes what its options say: semantics, NaN, layouts, autograd."""
+"""foo::attention computes what its options specify: semantics, NaN, layouts, autograd."""
 
 import itertools
 import math
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import foo_ops
 from foo_ops import testing
 from foo_ops.testing import ATTENTION
-from foo_ops.testing.layouts import reversed_dimensions
+from foo_ops.testing.arguments import reversed_dimensions
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +45,7 @@ def test_public_function(device):
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_agrees_with_torch(queries, keys, is_causal, device):
-    """Both have the same alignment of the causal mask and the same order of grouped heads."""
+    """Our operator and torch's align the causal mask and order grouped heads alike."""
     query, key, value = random(
         "torch", (2, 6, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8), dtype=torch.float64
     )
@@ -75,7 +75,7 @@ def test_by_hand(device):
         (2, 4, (0, -1), [[2, 3], [3]]),
         (2, 4, (0, 0), [[2], [3]]),
         (2, 4, (1, 1), [[1, 2, 3], [2, 3]]),
-        # The first of more queries than keys stand before the first key.
+        # With more queries than keys, the first queries stand before the first key.
         (4, 2, (-1, 0), [[], [], [0], [0, 1]]),
         (4, 2, (0, 1), [[], [0], [0, 1], [1]]),
         (3, 3, (2**63 - 1, 0), [[0], [0, 1], [0, 1, 2]]),
@@ -83,7 +83,7 @@ def test_by_hand(device):
     ],
 )
 def test_windows_by_hand(queries, keys, window, seen, device):
-    """With equal scores and the unit matrix as value, the output shows which keys are seen."""
+    """With equal scores and the identity matrix as value, the output shows the seen keys."""
     query, key = torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2)
     output, logsumexp = torch.ops.foo.attention(
         *(tensor.to(device) for tensor in (query, key, torch.eye(keys)[None, None])),
@@ -98,7 +98,7 @@ def test_windows_by_hand(queries, keys, window, seen, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_window_of_one_key(dtype, device):
-    """Wherever queries and keys are cut into tiles, each query sees its own key and no other."""
+    """However queries and keys are cut into tiles, each query sees only its own key."""
     for queries, more in itertools.product((*range(1, 140), 192, 193, 256, 257, 300), (0, 1, 7, 8)):
         keys = queries + more
         query, key = (torch.zeros(1, 1, count, 8, dtype=dtype) for count in (queries, keys))
@@ -115,7 +115,7 @@ def test_a_window_of_one_key(dtype, device):
 
 
 def test_causal_and_window_together(device):
-    """is_causal counts from the upper left, the window from the lower right: both must hold."""
+    """is_causal counts from the upper left, the window from the lower right: both apply."""
     query, key = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 4, 2)
     output, _ = torch.ops.foo.attention(
         *(tensor.to(device) for tensor in (query, key, torch.eye(4)[None, None])),
@@ -143,7 +143,7 @@ def test_slopes_by_hand(device):
 
 
 def test_sinks_by_hand(device):
-    """A key with score 0 beside a sink of ln 3 has the weight 1/4; alone, the sink has it all."""
+    """A key with score 0 and a sink of ln 3 has weight 1/4; the sink alone takes all weight."""
     query = torch.zeros(1, 1, 2, 1, device=device)
     value = torch.tensor([[[[8.0]]]], device=device)
     sinks = torch.tensor([math.log(3.0)], device=device)
@@ -154,7 +154,7 @@ def test_sinks_by_hand(device):
 
 
 def test_softcap_by_hand(device):
-    """It applies to the scaled product, before anything is added."""
+    """The soft cap applies to the scaled product, before the bias is added."""
     one = torch.ones(1, 1, 1, 1, device=device)
     bias = torch.tensor([10.0], device=device)
     _, logsumexp = torch.ops.foo.attention(one, one, one, bias, scale=3.0, softcap=2.0)
@@ -173,7 +173,7 @@ def test_results_are_dense(dtype, device):
 
 
 def test_heads_and_rows_lie_in_memory_as_those_of_query(device):
-    """A model that transposed the heads to the front can transpose them back and view."""
+    """A model that transposed its heads to the front can transpose them back and view."""
     query, key, value = (torch.randn(2, 9, 4, 8).to(device).transpose(1, 2) for _ in range(3))
     output = foo_ops.attention(query, key, value)
     assert output.stride() == query.stride()
@@ -209,8 +209,8 @@ def test_rows_that_see_nothing_are_zero(dtype, is_causal, device):
 @pytest.mark.parametrize("position", range(4), ids=["query", "key", "value", "attn_bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
-    """They reach the rows and columns that depend on them, as in the reference, and no others."""
-    # A hidden value has the weight zero, which times NaN is NaN, unless its whole tile is skipped.
+    """NaN and infinity reach only the rows and columns that depend on them, as in the reference."""
+    # A hidden value has weight zero, and zero times NaN is NaN, unless its whole tile is skipped.
     is_causal = position != 2
     bias = random_bias(2, 2, 70, 70)
     sample = attention_sample(queries=70, keys=70, is_causal=is_causal, bias=bias)(dtype)
@@ -233,7 +233,7 @@ def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
 @pytest.mark.parametrize("keys", [20, 21, 1501])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_with_few_queries(dtype, keys, position, value, device):
-    """They are in the last key, which may be half of a pair, or in one of two key splits."""
+    """The value is in the last key, which may be half of a pair, or in one of two key splits."""
     sample = attention_sample(queries=2, keys=keys, bias=random_bias(2, 2, 2, keys))(dtype)
     row = 1 if position in (0, 3) else keys - 1
     sample.inputs[position][1, 0, row, 3] = value
@@ -247,7 +247,7 @@ def test_nan_and_infinity_with_few_queries(dtype, keys, position, value, device)
 @pytest.mark.parametrize("position", [4, 5], ids=["alibi_slopes", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_in_what_a_head_has(dtype, position, value, device):
-    """No query sees the key where it stands, for which an infinite slope would give NaN."""
+    """No query sees the key at its own position, where 0 times an infinite slope would be NaN."""
     make = attention_sample(
         queries=69, keys=70, slopes=random_slopes(2), sinks=random_bias(2), is_causal=True
     )
@@ -294,7 +294,7 @@ def with_columns_apart(tensor):
 @pytest.mark.parametrize("lay_out", [in_odd_rows, with_columns_apart])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_strides_of_whole_vectors(dtype, lay_out, device):
-    """The sizes would let all rows be read as they are, were it not for the strides."""
+    """The sizes would allow reading all rows in place; the strides do not."""
     make = attention_sample(
         batch=1, heads=2, queries=128, keys=128, head_dim=64, value_dim=64, is_causal=True
     )
@@ -331,7 +331,7 @@ def test_backward_twice(device):
 
 
 def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
-    """The gradient of the full bias, in float64, is summed as a reference."""
+    """The reference sums the float64 gradient of the full bias."""
     sample = attention_sample(heads=4, key_heads=2, queries=66, keys=67)(torch.float64).to(device)
     full = random("full bias", (2, 4, 66, 67), dtype=torch.float64)[0].to(device)
     for shape in [(2, 4, 66, 67), (1, 4, 1, 67), (2, 1, 66, 1), (66, 67), (4, 1, 1), (67,), ()]:
@@ -347,7 +347,7 @@ def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
 
 
 def test_a_causal_mask_may_leave_nothing_of_a_window(device):
-    """The one is aligned to the upper left, the other to the lower right."""
+    """The causal mask is aligned to the upper left, the window to the lower right."""
     sample = attention_sample(queries=40, keys=70, is_causal=True, window_left=5)(torch.float32)
     sample = sample.to(device).requiring_grad()
     output, logsumexp = sample.call(ATTENTION.operator)

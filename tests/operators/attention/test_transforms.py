@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ attention = torch.ops.foo.attention
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype, device):
-    """float32 runs in the dtype of the region; gradients come back in float32."""
+    """float32 inputs run in autocast's dtype; gradients come back in float32."""
     sample = attention_sample(heads=4, key_heads=2, queries=70, keys=80)(torch.float32)
     leaves = sample.to(device).requiring_grad()
     with torch.autocast(device, dtype):
@@ -40,7 +40,7 @@ def test_autocast(dtype, device):
 
 
 def test_autocast_of_what_is_added_to_the_scores(device):
-    """A bias, slopes and sinks are cast, too, as torch casts a mask."""
+    """Bias, slopes and sinks are cast too, as torch casts a mask."""
     sample = attention_sample(
         heads=4,
         key_heads=2,
@@ -56,7 +56,7 @@ def test_autocast_of_what_is_added_to_the_scores(device):
 
 
 def test_autocast_of_mixed_dtypes(device):
-    """A projection in bfloat16 stands beside a cache in float32."""
+    """A projection in bfloat16 meets a cache in float32."""
     query, key, value = random("mixed", *[(1, 2, 5, 8)] * 3, dtype=torch.float32)
     query, key, value = query.to(device), key.to(device).bfloat16(), value.to(device)
     with torch.autocast(device, torch.bfloat16):
@@ -96,7 +96,7 @@ def test_autocast_of_packed_sequences(device):
 
 
 def test_sizes_that_depend_on_values(device):
-    """torch.compile knows no more of them than which are the same."""
+    """torch.compile only knows which of these sizes are equal."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         rows = torch.ones(6, dtype=torch.bool, device=device).nonzero().flatten()
         query, key = torch.randn(6, 4, 5, 8, device=device), torch.randn(6, 2, 7, 8, device=device)
@@ -130,7 +130,7 @@ def flops(function):
     ids=str,
 )
 def test_flops(value_dim, options, device):
-    """All queries count with all keys, whatever is masked: two products forward, five backward."""
+    """Masked pairs count like all others: two products forward, five backward."""
     sample = attention_sample(
         heads=4, key_heads=2, queries=9, keys=11, value_dim=value_dim, **options
     )(torch.float32)
@@ -143,7 +143,7 @@ def test_flops(value_dim, options, device):
 
 
 def test_flops_with_a_bias(device):
-    """Its gradient is that of the scores, and takes no product of its own."""
+    """The bias gets the gradient of the scores, which needs no product of its own."""
     sample = attention_sample(heads=4, queries=9, keys=11, value_dim=24, bias=random_bias(9, 11))
     sample = sample(torch.float32).to(device).requiring_grad()
     output, _ = sample.call(ATTENTION.operator)
@@ -160,7 +160,7 @@ def test_flops_without_gradients(device):
 
 @pytest.mark.parametrize(("heads", "options"), [(4, {}), (2, {"is_causal": True})])
 def test_flops_of_scaled_dot_product_attention_on_foo(heads, options):
-    """It counts as foo::attention, whose kernels it runs, and counts nothing twice."""
+    """Counts as foo::attention, whose kernels it runs, and only once."""
     tensors = [
         torch.randn(2, count, length, size, device="foo", requires_grad=True)
         for count, length, size in ((4, 9, 16), (heads, 11, 16), (heads, 11, 24))
@@ -176,7 +176,7 @@ def test_flops_of_scaled_dot_product_attention_on_foo(heads, options):
 
 @pytest.mark.parametrize("pages", [None, Pages(4)], ids=["packed", "pages"])
 def test_flops_of_packed_sequences(pages, device):
-    """Each sequence's queries count with the keys that it uses."""
+    """Each sequence's queries count with the keys it uses."""
     lengths, used = ((3, 5), (7, 9), (0, 4)), (5, 8, 3)
     sample = varlen_sample(lengths, heads=4, key_heads=2, value_dim=8, used=used, pages=pages)
     sample = sample(torch.float32).to(device).requiring_grad()

@@ -1,4 +1,4 @@
-"""foo::attention_varlen packs sequences, reads blocks, and leaves alone what must not be read."""
+"""foo::attention_varlen packs sequences, reads blocks, and does not read unused memory."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 import foo_ops
 from foo_ops.testing import ATTENTION_VARLEN, reference
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import random_bias, random_slopes
+from foo_ops.testing.specs.attention import random_bias, random_slopes
 from foo_ops.testing.specs.attention_varlen import Pages, cumulative_lengths, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,7 +77,7 @@ def test_agrees_with_torch_on_padded_sequences(window_right, device):
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_keys_of_sequences_are_split_at_their_own_places(queries, device):
-    """There are so many sequences that the keys of each are split in two, where these are many."""
+    """With this many sequences, only those with many keys are split, in two."""
     lengths = (2100, 3000, 1030, *range(1, 18))
     starts = [cumulative_lengths(it).to(device) for it in ([queries] * len(lengths), lengths)]
     query, key, value = random(
@@ -138,7 +138,7 @@ def test_results_are_contiguous_and_of_the_right_dtype(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pages", [None, *map(Pages, (1, 16, 64, 100))], ids=str)
 def test_junk_beyond_the_keys_in_use_is_not_read(pages, dtype, device):
-    """It is read neither forward nor backward, and its gradient is zero."""
+    """Unused keys are read neither forward nor backward, and their gradient is zero."""
     lengths, used = ((3, 20), (1, 70), (9, 5)), (10, 65, 0)
     sample = varlen_sample(lengths, used=used, pages=pages)(dtype).to(device).requiring_grad()
     outputs = sample.call(ATTENTION_VARLEN.operator)
@@ -171,7 +171,7 @@ def test_rows_that_see_nothing_are_zero(dtype, device):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_no_sequences(paged, device):
-    """Then there are no queries, but blocks that nobody has may be there."""
+    """Without sequences there are no queries, but there may be unused blocks."""
     query = torch.zeros(0, 2, 8, device=device, requires_grad=True)
     key = torch.randn((3, 4, 2, 8) if paged else (0, 2, 8), device=device, requires_grad=True)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
@@ -189,7 +189,7 @@ def test_no_sequences(paged, device):
 
 
 def test_no_blocks(device):
-    """A cache of no blocks holds the keys of sequences that have none."""
+    """A cache without blocks holds the keys of sequences without keys."""
     query = torch.randn(3, 2, 8, dtype=torch.float64, device=device, requires_grad=True)
     key = torch.zeros(0, 4, 2, 8, dtype=torch.float64, device=device, requires_grad=True)
     sinks = torch.zeros(2, dtype=torch.float64, device=device, requires_grad=True)
@@ -220,7 +220,7 @@ def test_maxima_do_not_change_the_result(device):
 
 
 def test_cache_that_grows(device):
-    """Decoding token by token gives what a causal pass over the whole sequence gives."""
+    """Decoding token by token equals one causal pass over the whole sequence."""
     length, block_size = 23, 4
     query, key, value = random("decode", *[(length, 2, 8)] * 3, dtype=torch.float64)
     whole = torch.ops.foo.attention(
@@ -283,7 +283,7 @@ def test_change_of_a_saved_tensor_is_noticed(device):
 
 
 def test_changed_sequences_are_not_read_in_backward(device):
-    """A detached alias changes without notice: then what backward reads must be checked again."""
+    """A detached alias changes unnoticed, so backward checks the sequences again."""
     sample = varlen_sample([(3, 5), (2, 4)])(torch.float32).to(device).requiring_grad()
     output, _ = sample.call(ATTENTION_VARLEN.operator)
     sample.inputs[4].data[1] = 1000

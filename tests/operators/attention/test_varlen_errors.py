@@ -1,4 +1,4 @@
-"""foo::attention_varlen refuses bad input word for word; a refused call draws nothing."""
+"""foo::attention_varlen refuses bad input word for word; a refused call draws no numbers."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_varlen_backward_reads_nothing_outside_its_tensors(name, make, mode, dev
 
 
 def test_varlen_arguments_are_good_unchanged(mode, device):
-    """Each test below changes one thing of these."""
+    """Each test below changes one of these arguments."""
     with mode:
         varlen(packed(device))
         varlen(packed(device, seqused_k=[0, 5]))
@@ -278,7 +278,7 @@ def test_varlen_mixed_devices(name, own, other):
     ],
 )
 def test_varlen_values(make, replaced, message, device):
-    """These are in the tensors' memory: only the operator itself can see them."""
+    """These values are in the tensors' memory: only the operator itself can check them."""
     with raises(ValueError, f"attention_varlen: {message}"):
         varlen(make(device, **replaced))
 
@@ -303,7 +303,7 @@ REFUSED = {
 @pytest.mark.parametrize("way", ["no gradient", "gradient", "vmap"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_drawn_for_a_refused_call(name, way, device):
-    """Dropout finds its generator as it was."""
+    """The generator's state is unchanged."""
     operator, argument = name.split(", ")
     arguments = {"dropout_p": 0.5} | REFUSED[name](device)
     query = arguments.pop("query").clone().requires_grad_(way == "gradient")

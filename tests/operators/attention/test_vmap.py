@@ -10,7 +10,7 @@ from support.attention_samples import ONCE, finite, for_each_once
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_samples import random_bias
+from foo_ops.testing.specs.attention import random_bias
 from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,7 +19,7 @@ attention = torch.ops.foo.attention
 
 
 def loop(function, in_dims, *tensors):
-    """Compute what vmap does, call by call."""
+    """Compute vmap's result call by call."""
     sizes = {t.shape[dim] for t, dim in zip(tensors, in_dims) if dim is not None}
     (size,) = sizes
     calls = []
@@ -30,7 +30,7 @@ def loop(function, in_dims, *tensors):
 
 
 def check_vmap(function, in_dims, *tensors):
-    """Compare values, and gradients that are recorded outside of vmap."""
+    """Compare values, and gradients recorded outside of vmap."""
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
     floating = [leaf for leaf in leaves if leaf.requires_grad]
     results = []
@@ -51,7 +51,7 @@ def check_vmap(function, in_dims, *tensors):
     ids=str,
 )
 def test_vmap(in_dims, device):
-    """Any of the tensors is mapped over 3 slices in any dimension."""
+    """Any of the tensors is mapped over 3 slices, in any dimension."""
     shapes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6))
     tensors = random("vmap", *((3, *shape) for shape in shapes), dtype=torch.float64)
     moved = [
@@ -72,7 +72,7 @@ def test_vmap(in_dims, device):
 )
 @pytest.mark.parametrize("query_dim", [None, 0, 2])
 def test_vmap_of_biases(shape, bias_dim, query_dim, device):
-    """They have a dimension of their own or none, and fewer dimensions than the scores."""
+    """Biases have a mapped dimension or none, and fewer dimensions than the scores."""
     if bias_dim is None and query_dim is None:
         pytest.skip("nothing to map over")
     query, bias = random("vmap bias", (3, 2, 4, 5, 8), (3, *shape), dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_vmap_of_biases(shape, bias_dim, query_dim, device):
 
 
 def test_vmap_over_a_single_slice(device):
-    """A dimension of size 1 that is mapped is not one that is broadcast."""
+    """A mapped dimension of size 1 differs from one that is broadcast."""
     shapes = (*[(1, 2, 4, 5, 8)] * 3, (1, 2, 1, 5, 5))
     tensors = random("single", *shapes, dtype=torch.float64)
     check_vmap(attention, (0,) * 4, *(tensor.to(device) for tensor in tensors))
@@ -134,7 +134,7 @@ def test_vmap_within_vmap(device):
 
 @for_each_once
 def test_vmap_of_gradients(spec, make, device):
-    """Several gradients of the outputs are taken at once, as for a row-by-row Jacobian."""
+    """Several output gradients at once, as for a row-by-row Jacobian."""
     sample = make(torch.float64).to(device).requiring_grad()
     outputs = sample.call(spec.operator)
     several = [
@@ -152,7 +152,7 @@ def test_vmap_of_gradients(spec, make, device):
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, None)], ids=str)
 def test_vmap_of_packed_sequences(in_dims, device):
-    """The tensors are mapped; the sequences are the same for all."""
+    """The tensors are mapped; all share the sequences."""
     sample = varlen_sample([(3, 5), (4, 2)], window_right=0)(torch.float64).to(device)
     *_, starts_q, starts_k = sample.inputs[:5]
     tensors = [
@@ -168,7 +168,7 @@ def test_vmap_of_packed_sequences(in_dims, device):
     check_vmap(function, in_dims, *tensors)
 
 
-# Keys in pages that two sequences share, a part of them in use, and numbers for each head.
+# Pages that two sequences share, a part of them in use, and numbers for each head.
 PAGED = varlen_sample(
     [(3, 9), (1, 4), (0, 2), (4, 12)],
     heads=4,
@@ -199,9 +199,9 @@ PLACES = ["query", "key", "value", "starts", "starts", "used", "blocks", "slopes
     ids=str,
 )
 def test_vmap_of_pages(mapped, calls, device):
-    """Mapped calls are sequences of one call, but where the starts of sequences are mapped.
+    """Mapped calls become sequences of one call, unless the starts of sequences are mapped.
 
-    Keys that are not in use are NaN in the sample; in other blocks they are in use.
+    Unused keys are NaN in the sample; in other blocks they are in use.
     """
     sample = PAGED(torch.float64).to(device)
     in_dims = tuple(0 if place in mapped else None for place in PLACES)
@@ -218,7 +218,7 @@ def test_vmap_of_pages(mapped, calls, device):
     check_vmap(function, in_dims, *tensors)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.vmap(function, in_dims)(*tensors)
-    # The call itself, and those that it becomes.
+    # The mapped call, and the calls that vmap turns it into.
     assert sum(it.name == "foo::attention_varlen" for it in profile.events()) == 1 + calls
 
 
@@ -234,7 +234,7 @@ def slices(place, tensor):
 
 @pytest.mark.parametrize("number", [-1, 100])
 def test_vmap_of_blocks_that_do_not_exist(number, device):
-    """They do not become those of another call."""
+    """Invalid block numbers do not become blocks of another call."""
     sample = PAGED(torch.float64).to(device)
     query, key, value, starts, starts_k, used, blocks, *_ = sample.inputs
     blocks = torch.stack([blocks, blocks])
@@ -263,14 +263,14 @@ def test_vmap_of_blocks_that_do_not_exist(number, device):
     ],
 )
 def test_vmap_refuses_a_slice(shapes, message, device):
-    """The words are those of the operator, which is not called with slices."""
+    """The operator reports the slice's shape, although it is not called with slices."""
     shapes = [*shapes, *[(2, 4, 5, 8)] * (3 - len(shapes))]
     tensors = [torch.zeros(3, *shape, device=device) for shape in shapes]
     with pytest.raises(ValueError, match=rf"\Aattention: {re.escape(message)}\Z"):
         torch.vmap(attention)(*tensors)
 
 
-# A slice of nothing has these inputs; the last ones stand for what a loop over the calls serves.
+# Inputs of empty calls; the last group needs vmap's loop over the calls.
 NOTHING = {
     "attention": (ATTENTION, ONCE["attention"][1], range(3)),
     "sinks": (ATTENTION, ONCE["attention"][1], range(6)),

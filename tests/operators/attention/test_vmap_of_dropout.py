@@ -23,7 +23,7 @@ for_each_random = pytest.mark.parametrize("name", RANDOM)
 
 
 def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=False, nested=False):
-    """Tell which weights dropout keeps for each of ``count`` equal slices of the query."""
+    """Return which weights dropout keeps for each of ``count`` equal slices of the query."""
     operator, query, value, sequences, keywords = RANDOM[name]
     value = value.to(device)
     key = torch.zeros_like(value[..., :8])
@@ -38,7 +38,7 @@ def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=F
         mapped = torch.vmap(torch.vmap(function, randomness=inner), randomness=outer)
         return mapped(queries.unsqueeze(1).expand(-1, 2, *queries.shape[1:])) != 0
     if in_dim is None:
-        # The slices are those of something else.
+        # Only another tensor is mapped.
         mapped = torch.vmap(lambda x: function(queries[0]) + x, randomness=randomness)
         return mapped(torch.zeros(count, device=device)) != 0
     output = torch.vmap(function, randomness=randomness)(queries)
@@ -50,7 +50,7 @@ def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=F
 @pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
 def test_vmap_refuses_dropout_unless_told_how(name, in_dim, requires_grad, device):
-    """The words are those of torch."""
+    """The message is torch's own."""
     with pytest.raises(RuntimeError) as of_torch:
         torch.vmap(F.dropout)(torch.zeros(3))
     with pytest.raises(RuntimeError) as ours:
@@ -72,7 +72,7 @@ def test_vmap_with_the_same_dropout(name, requires_grad, device):
 @pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
 def test_vmap_with_different_dropout(name, in_dim, requires_grad, device):
-    """Half of the 3000 weights of a slice agree with those of another one."""
+    """Two slices agree in half of their 3000 weights."""
     requires_grad = requires_grad and in_dim is not None
     mask = dropout_mask(name, "different", device, in_dim=in_dim, requires_grad=requires_grad)
     for first, second in ((0, 1), (0, 2), (1, 2)):
@@ -83,7 +83,7 @@ def test_vmap_with_different_dropout(name, in_dim, requires_grad, device):
 @pytest.mark.parametrize("outer", ["same", "different"])
 @pytest.mark.parametrize("inner", ["same", "different"])
 def test_vmap_within_vmap_with_dropout(name, outer, inner, device):
-    """Each vmap has its own say."""
+    """Each vmap level follows its own randomness option."""
     mask = dropout_mask(name, (outer, inner), device, nested=True)
     assert torch.equal(mask[0], mask[1]) == (outer == "same")
     assert torch.equal(mask[:, 0], mask[:, 1]) == (inner == "same")
@@ -115,7 +115,7 @@ def test_gradients_of_a_vmap_with_dropout(name, device):
 
     output = torch.vmap(function, randomness="different")(values)
     (gradient,) = torch.autograd.grad(output.sum(), values)
-    # The query stands before the heads if it is packed, and the key where it stands.
+    # The query dimension comes before the heads if packed; the key dimension stays in place.
     by_key = (output != 0).sum(-2 if name == "attention" else -3).double() * 2 / 60
     expected = by_key.unsqueeze(-1) if name == "attention" else by_key.mT.unsqueeze(-1)
     torch.testing.assert_close(gradient.double(), expected.expand_as(gradient), rtol=1e-5, atol=0)

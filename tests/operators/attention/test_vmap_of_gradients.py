@@ -1,4 +1,4 @@
-"""Gradients inside of torch.vmap, of foo::attention and of torch's own on foo: one call for all."""
+"""Gradients inside torch.vmap, of foo::attention and of torch's own on foo: one call for all."""
 
 import functools
 
@@ -23,7 +23,7 @@ def calls_of_backward(function, operator=BACKWARD):
 
 
 def gradients_of(function, *places):
-    """Return the gradients of the sum of squares of a function's result."""
+    """Return a function for the gradients of the sum of squares of a result."""
     return torch.func.grad(lambda *inputs: function(*inputs).square().sum(), argnums=places)
 
 
@@ -31,7 +31,7 @@ def check(function, of_torch, in_dims, tensors, places, operator=BACKWARD):
     """Compare mapped gradients with those of a loop over torch's own operators in float64."""
     mapped = torch.vmap(gradients_of(function, *places), in_dims)
     actual, calls = calls_of_backward(lambda: mapped(*tensors), operator)
-    # The call itself, and the one that it becomes.
+    # The mapped call, and the one that vmap turns it into.
     assert calls == 2
     expected = gradients_of(of_torch, *places)
     for index in range(3):
@@ -169,7 +169,7 @@ def test_fused_attention_with_a_bias(shape, bias_dim):
 
 
 def kept(randomness, count=3):
-    """Tell which weights dropout keeps, and the gradients of the values."""
+    """Return which weights dropout keeps, and the gradients of the values."""
     query = torch.zeros(count, 1, 1, 50, 8, device="foo")
     value = torch.eye(60, device="foo").expand(count, 1, 1, -1, -1)
 

@@ -1,4 +1,4 @@
-"""foo::attention gives the same results however its work is cut."""
+"""foo::attention gives the same results however its work is divided."""
 
 import math
 
@@ -8,7 +8,7 @@ from support.exact import assert_near
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION
-from foo_ops.testing.specs.attention_samples import attention_sample, random_bias, random_slopes
+from foo_ops.testing.specs.attention import attention_sample, random_bias, random_slopes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
 @pytest.mark.parametrize("queries", [9, 64, 77])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
-    """There are too few blocks for many threads."""
+    """Keys are split, since there are too few blocks of queries for many threads."""
     make = attention_sample(
         batch=1, heads=2, queries=queries, keys=2100, head_dim=64, value_dim=56, window_right=0
     )
@@ -43,7 +43,7 @@ def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
 @pytest.mark.parametrize(("keys", "value_dim"), [(160, 48), (160, 40), (170, 48)])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_sums_of_keys_may_be_gathered_in_the_gradients(dtype, keys, value_dim, window_left, device):
-    """They may where products with whole rows end with the keys, and each head has a sum."""
+    """Sums lie in the gradients if whole-row products end with the keys, one sum for each head."""
     make = attention_sample(
         batch=3,
         heads=6,
@@ -82,7 +82,7 @@ FEW = {"batch": 1, "heads": 1}
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_bits_however_the_work_is_cut(make, dtype, device):
-    """Threads share one head's queries or keys where there is nothing else, or many heads."""
+    """Threads share one head's queries or keys if there is little else to do, or many heads."""
     sample = make(dtype).to(device).requiring_grad()
     results = []
     for threads in (1, 2, 3, 3, 1):
@@ -96,10 +96,10 @@ def test_same_bits_however_the_work_is_cut(make, dtype, device):
 
 
 def some_are(number, argument):
-    """Change query (0), key or value: put a number into row 230 of the first head."""
+    """Return a change of query (0), key or value: ``number`` in row 230 of the first head."""
 
     def change(sample):
-        # A tensor: a number that is infinite in float16 is refused by torch 2.15.
+        # As a tensor: torch 2.15 refuses Python numbers that overflow float16.
         sample.inputs[argument][0, 0, 230] = torch.tensor(number)
         return sample
 
@@ -118,13 +118,13 @@ def some_are(number, argument):
         (2, {"heads": 2, "queries": 640, "keys": 640}, {}, some_are(2.0**33, 0)),
         (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 1)),
         (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 2)),
-        # Tiles and panels that would end elsewhere, with a number that shows it.
+        # Sizes that would move the ends of tiles and panels, with a number that shows it.
         (2, {"heads": 2, "queries": 640, "keys": 700}, {"window_right": 0}, some_are(math.inf, 2)),
         (2, {"heads": 2, "queries": 700, "keys": 700}, {}, some_are(math.nan, 0)),
-        # The rest goes to the kernel for few queries.
+        # The remainder goes to the kernel for few queries.
         (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
         (3, {"heads": 1, "queries": 2689, "keys": 77}, {}, None),
-        # Keys that are split, and blocks of which the same key splits are merged.
+        # Split keys, and blocks that merge the same key splits.
         (5, {"heads": 1, "queries": 1280, "keys": 2300}, {}, None),
         (5, {"heads": 1, "queries": 1300, "keys": 2300}, {"window_right": 0}, None),
         (
@@ -134,10 +134,10 @@ def some_are(number, argument):
             some_are(math.nan, 0),
         ),
         (3, {"heads": 1, "queries": 2560, "keys": 2560}, {"is_causal": True}, None),
-        # Blocks whose key splits end at other keys.
+        # Blocks whose key splits end at different keys.
         (16, {"heads": 1, "queries": 4096, "keys": 4096}, {"is_causal": True}, None),
         (16, {"heads": 1, "queries": 3072, "keys": 16384}, {"window_left": 8000}, None),
-        # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.
+        # More than 64 blocks of 128 queries but fewer of 256, so that keys might be split.
         (13, {"heads": 10, "queries": 1280, "keys": 1300}, {}, None),
         (16, {"heads": 12, "queries": 1100, "keys": 1100}, {}, None),
     ],
@@ -159,7 +159,7 @@ def test_same_bits_whether_or_not_blocks_are_merged(threads, shape, options, cha
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_see_nothing_are_zero_whatever_was_computed_before(dtype):
-    """Kernels keep a thread's memory from call to call."""
+    """Kernels reuse a thread's memory from call to call."""
     torch.set_num_threads(1)
     query, key = torch.randn(1, 1, 128, 64, dtype=dtype), torch.randn(1, 1, 30, 64, dtype=dtype)
     torch.ops.foo.attention(*torch.full((3, 1, 1, 128, 64), math.nan, dtype=dtype))

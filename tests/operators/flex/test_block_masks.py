@@ -1,4 +1,4 @@
-"""Masks of blocks of every size and kind; what they leave out is not looked at."""
+"""Block masks of every size and kind; left-out blocks are not read."""
 
 import functools
 
@@ -40,7 +40,7 @@ MASKS = {it.__name__: it for it in (causal, window, of_batch_and_head, nothing_f
 
 
 def check(sizes, mask, sees, device, dtype=DTYPE, score=True, **shapes):
-    """Compare a call with a score_mod, whose table has a gradient, with float64."""
+    """Compare a call with float64; its score_mod has a table with a gradient."""
     ours, exact = Tensors(device, dtype), Tensors("cpu", torch.float64, dtype)
     inputs = qkv(sizes, dtype, device, **shapes)
     functions, made = [], []
@@ -73,21 +73,19 @@ def test_sizes_of_blocks(blocks, name, device):
 
 
 def mirrored(b, h, q, k):
-    """The first queries see the last of the keys up to 1024; behind these there are more."""
+    """The first queries see the last of the first 1024 keys; further keys follow."""
     return q // 200 + k // 200 == 4
 
 
 def middle(b, h, q, k):
-    """Neither the first keys nor the last ones are seen, and neither are some between them."""
+    """The first and the last keys are unseen, and some in between."""
     return (q - k - 300).abs() < 70
 
 
 @pytest.mark.parametrize("sees", [mirrored, middle, window])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_sums_of_keys_in_chunks(sees, heads, device):
-    """A chunk of the queries has sums of the keys that it sees alone, in memory that has numbers of
-    earlier calls.
-    """
+    """A chunk of queries sums only the keys it sees; its memory holds numbers of earlier calls."""
     sizes = (1, heads[0], 1100, 1150)
     before = [it.requires_grad_() for it in qkv(sizes, DTYPE, device, key_heads=heads[1])]
     output = foo_ops.flex_attention(*before, scale=3.0, enable_gqa=True)
@@ -98,7 +96,7 @@ def test_sums_of_keys_in_chunks(sees, heads, device):
 
 @pytest.mark.parametrize("places", ["none", "batch", "head", "both"])
 def test_a_function_alone_is_asked_for_each_row_and_head(places, device):
-    """Windows that one row of the batch, or one head, sees nothing of are seen by others."""
+    """A window of keys that one batch row or head does not see is seen by others."""
 
     def mask_mod(b, h, q, k):
         shift = {"none": 0 * b, "batch": b, "head": h, "both": b + h}[places]
@@ -112,7 +110,7 @@ def test_a_function_alone_is_asked_for_each_row_and_head(places, device):
     ("queries", "keys"), [(1, 1), (1, 300), (300, 1), (127, 257), (129, 128), (256, 256)]
 )
 def test_lengths_and_batches(queries, keys, of_all, device):
-    """A mask may be of all rows of the batch, and of all heads; it sees the first of them then."""
+    """A mask shared by all batch rows or heads is evaluated for the first of them."""
 
     def mask_mod(b, h, q, k):
         return q + 2 >= k
@@ -175,7 +173,7 @@ def test_queries_that_see_nothing(blocks, device):
 
 
 def listed(rows, device, columns=None):
-    """Return counts and indices, (1, 1, rows) and (1, 1, rows, columns), of lists of blocks."""
+    """Return counts (1, 1, rows) and indices (1, 1, rows, columns) of lists of blocks."""
     columns = columns or max(1, *map(len, rows))
     indices = torch.zeros(1, 1, len(rows), columns, dtype=torch.int32)
     for place, row in enumerate(rows):
@@ -195,7 +193,7 @@ def covered(rows, blocks, queries, keys):
 
 @pytest.mark.parametrize("blocks", [(16, 32), (48, 20), (128, 64)])
 def test_masks_made_by_hand(blocks, device):
-    """Without a mask_mod, blocks that are listed are seen whole, in whatever order."""
+    """Without a mask_mod, listed blocks are seen whole, in whatever order."""
     queries, keys = 5 * blocks[0] - 3, 4 * blocks[1] - 5
     rows = [[2, 0], [], [3], [1, 3, 0, 2], [1]]
     counts, indices = listed(rows, device, columns=4)
@@ -205,7 +203,7 @@ def test_masks_made_by_hand(blocks, device):
 
 @pytest.mark.parametrize("blocks", [(16, 16), (48, 20), (128, 128)])
 def test_full_blocks_are_not_asked_and_others_not_visited(blocks, device):
-    """A mask_mod says False in full blocks, and NaN and infinities are where no block is."""
+    """mask_mod is False in full blocks, and NaN and infinities fill the blocks left out."""
     queries, keys = 4 * blocks[0] - 1, 5 * blocks[1] - 2
     partial, full = [[0], [0, 1], [], [3]], [[1], [], [0], [1, 0]]
 
@@ -233,7 +231,7 @@ def test_full_blocks_are_not_asked_and_others_not_visited(blocks, device):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_keys_of_blocks_that_are_left_out_do_not_show(by_blocks, poison, device):
-    """Windows of 128 keys that no query sees are not read, and none is written but zeros."""
+    """Windows of 128 keys that no query sees are not read, and their gradients are zero."""
     sizes = (1, 2, 260, 512)
 
     def mask_mod(b, h, q, k):
@@ -264,7 +262,7 @@ def test_keys_of_blocks_that_are_left_out_do_not_show(by_blocks, poison, device)
 
 
 def test_masks_of_more_keys_and_queries_than_there_are(device):
-    """Blocks behind the last key are none, and rows behind the last query are not looked at."""
+    """Blocks behind the last key are ignored, and rows behind the last query are not read."""
     sizes, blocks = (1, 1, 20, 20), {"query_block": 16, "key_block": 16}
     counts, indices = listed([[0, 1, 7], [1, 9], [5]], device)
     query, key, value = qkv(sizes, DTYPE, device)

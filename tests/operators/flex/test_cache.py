@@ -1,4 +1,4 @@
-"""A function that is known is not traced again, and what has changed is never missed."""
+"""A known function is not traced again, and no change of it is missed."""
 
 import functools
 import threading
@@ -18,7 +18,7 @@ HELPER = None
 
 @pytest.fixture
 def traces(monkeypatch):
-    """Count the traces."""
+    """Record the traces."""
     counted = []
     record = cache.record
     monkeypatch.setattr(cache, "record", lambda *args: counted.append(args) or record(*args))
@@ -27,7 +27,7 @@ def traces(monkeypatch):
 
 
 def call(score_mod=None, mask_mod=None, query=QUERY):
-    """Return what is known, which is what a trace would say."""
+    """Return the cached trace, after checking that a new trace is equal."""
     known, fresh = (f(score_mod, mask_mod, query) for f in (cache.traced, trace))
     for name in ("score_mod", "mask_mod", "backward", "numbers", "integers"):
         assert getattr(known, name) == getattr(fresh, name)

@@ -16,14 +16,14 @@ from foo_ops.ops.flex_attention.trace import trace
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41
 
 
-# A program of each is compiled.
+# `make test` has only these, since each dtype compiles a program.
 DAILY = ("bool", "int64", "float32", "bfloat16")
 
 
 @pytest.mark.parametrize("dimensions", [0, 2, 5, *whole(1, 3, 4)])
 @pytest.mark.parametrize("dtype", [*DAILY, *whole(*(it for it in DTYPES if it not in DAILY))])
 def test_dtypes_and_dimensions(dtype, dimensions, device):
-    """Each score is the element of its own batch, head, query and key, and a constant place.
+    """Each score is the element at its own batch, head, query and key, and a constant place.
 
     Indices are integers of any width.
     """
@@ -75,7 +75,7 @@ INDEXINGS = {
 
 
 def check(index, layout, dtype, device, captured=None):
-    """Compare a call whose score has an element of a table, in a layout, with float64."""
+    """Compare with float64; each score is a table's element, with the table in a given layout."""
     captured = captured or dtype
     ours, exact = Tensors(device, captured), Tensors("cpu", torch.float64, captured)
     tables = [it.new(HEADS, QUERIES + KEYS) for it in (ours, exact)]
@@ -154,7 +154,7 @@ def test_the_last_elements_are_inside(index, device):
 
 
 def test_gradients_that_are_not_required_are_not_computed(device):
-    """Flags choose among a program's gradients; what is left out has no elements."""
+    """Flags select a program's gradients; unselected gradients are empty."""
     inputs = [it.detach() for it in qkv(SIZES, torch.float32, device)]
     tables = Tensors(device, torch.float32)
     first, second = tables.new(HEADS, KEYS), tables.new(QUERIES)

@@ -1,4 +1,4 @@
-"""Flex attention within torch.compile: the functions become programs, what they capture inputs."""
+"""Flex attention within torch.compile: functions become programs, captured tensors inputs."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def two_functions(query, slopes, table):
 
 
 def packed(query, slopes, table):
-    """Two sequences, of which the second one has the length that changes."""
+    """Pack two sequences, the second of which has the length that changes."""
     tokens = query.squeeze(0).transpose(0, 1)
     starts = torch.tensor([0, 5, tokens.shape[0]], dtype=torch.int32, device=query.device)
 
@@ -109,7 +109,7 @@ def test_lengths_that_change(device, function, backend):
 
 
 class CacheLayer:
-    """Of a cache: what it holds is set at the first call."""
+    """A cache layer that allocates its tensors at the first call."""
 
     def __init__(self):
         self.is_ready = False
@@ -236,7 +236,7 @@ def test_what_is_refused():
 
 
 class Model(torch.nn.Module):
-    """Attends with a parameter, a buffer and the length, as layers of models do."""
+    """Attends with a parameter, a buffer and the length, as model layers do."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The operators of flex attention refuse bad input word for word, eager and fake alike."""
+"""The operators of flex attention refuse bad input with the same words, eager and fake."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def arguments(device, **replaced):
-    """Make arguments of the operator; a shape makes zeros, int32 for lists of blocks."""
+    """Make arguments; a shape stands for zeros, of int32 for lists of blocks."""
     given = {**SHAPES, "captured": [], "query_block": 5, "key_block": 4, **replaced}
     return {
         name: torch.zeros(value, dtype=torch.int32 if name in NAMES else None, device=device)
@@ -39,7 +39,7 @@ def packed_call(given):
 
 
 def test_arguments_are_good_unchanged(mode, device):
-    """Each test below changes one thing of these."""
+    """Each test below changes one of these arguments."""
     with mode:
         call(arguments(device))
         call(arguments(device, **dict.fromkeys(NAMES)))

@@ -1,4 +1,4 @@
-"""Scores that functions make infinite, NaN, or as large as numbers go."""
+"""Functions that make scores infinite, NaN, or as large as the dtype allows."""
 
 import math
 
@@ -23,7 +23,7 @@ def call(score_mod, dtype, device):
 
 @every_dtype
 def test_rows_of_minus_infinity_see_nothing(dtype, device):
-    """Scores of -infinity are as good as a mask."""
+    """A score of -infinity acts as a mask."""
 
     def score_mod(score, b, h, q, k):
         return torch.where(q % 3 == 1, -math.inf, score)
@@ -40,7 +40,7 @@ def test_rows_of_minus_infinity_see_nothing(dtype, device):
 @every_dtype
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_numbers_are_finite_scores(sign, dtype, device):
-    """All keys are then seen alike."""
+    """All keys then have equal weights."""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     largest = sign * torch.finfo(compute).max
 
@@ -70,7 +70,7 @@ def test_nan_stays_in_its_row(device):
 
 @pytest.mark.parametrize("scale", [-1.0, -1e4, 1e4])
 def test_large_scores_of_either_sign(scale, device):
-    """The weights of a row add up to one, whichever of its products is the largest score."""
+    """A row's weights sum to one, whichever of its products gives the largest score."""
     query, key, value = (it.detach() for it in qkv((1, 2, *SIZES), torch.float32, device))
     output, lse = foo_ops.flex_attention(
         100 * query, key, torch.ones_like(value), scale=scale, return_lse=True

@@ -1,4 +1,4 @@
-"""Every operation of programs in every dtype, in the kernels, for pairs of numbers at the edges."""
+"""Every operation of programs in every dtype, on pairs of extreme numbers."""
 
 import functools
 import itertools
@@ -17,12 +17,12 @@ OF_BITS = {"not", "and", "or", "xor"}
 OF_INTEGERS = {"shift_left", "shift_right"}
 OF_FLOATS = {"div", "pow"}
 DIVISIONS = {"floor_divide", "trunc_divide", "remainder", "fmod"}
-# Where an operand comes from: the query's lanes, or the key alone.
+# Source of each operand: the query's lanes, or the key alone.
 SIDES = list(itertools.product(("query", "key"), repeat=2))
 
 
 def operations_of(dtype):
-    """Return the operations that there are on numbers of a dtype, but for where and cast."""
+    """Return the operations for numbers of a dtype, except where and cast."""
     if dtype == "bool":
         return sorted(OF_BITS) + list(program.COMPARISONS)
     known = [*program.ARITHMETIC, *ONE_OPERAND, *program.COMPARISONS]
@@ -48,9 +48,9 @@ def edges(dtype):
 
 
 def is_without_overflow(operation, x, y):
-    """Return where a division's result is in the dtype, and a shift has a count that torch knows.
+    """Return where a quotient fits its dtype, and where torch defines a shift's count.
 
-    Torch leaves open what the others are.
+    Torch leaves the other results open.
     """
     if operation in OF_INTEGERS:
         return (y >= 0) & (y < torch.iinfo(x.dtype).bits)
@@ -65,7 +65,7 @@ def is_beyond(x, y):
 
 
 def exact(operation, x, y):
-    """Compute an operation with torch, floats in float64."""
+    """Compute an operation with torch; floats are float64."""
     if operation in ONE_OPERAND or operation in program.FUNCTIONS:
         name = "bitwise_not" if operation == "not" else operation
         return getattr(torch, name)(x)
@@ -77,7 +77,7 @@ def exact(operation, x, y):
         function = functools.partial(torch.div, rounding_mode="trunc")
     if x.is_floating_point() or operation not in DIVISIONS:
         return function(x, y)
-    # Integers divided by zero give zero.
+    # Division of integers by zero gives zero here.
     return torch.where(y == 0, 0, function(x, torch.where((y == 0) | is_beyond(x, y), 1, y)))
 
 
@@ -88,7 +88,7 @@ DTYPES = [*DAILY, *whole(*sorted({*INTEGERS, *FLOATS} - {*DAILY}))]
 @pytest.mark.parametrize("sides", SIDES, ids="-".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pairs_of_numbers(dtype, sides, device):
-    """A head for each operation; the pairs are the queries, and their keys."""
+    """One head per operation; the pairs lie along the queries and their keys."""
     operations = operations_of(dtype)
     values = edges(dtype)
     x, y = (it.reshape(-1).contiguous() for it in torch.meshgrid(values, values, indexing="ij"))
@@ -115,7 +115,7 @@ def test_pairs_of_numbers(dtype, sides, device):
         wide = [it.double() if dtype in FLOATS else it for it in (x, y)]
         expected = exact(operation, *wide)
         if dtype in FLOATS and expected.is_floating_point():
-            # What overflows in float32 is infinite there.
+            # Numbers beyond float32 become infinite there.
             expected = expected.to(getattr(torch, dtype)).double()
         expected = finite(expected)
         told = (
@@ -135,7 +135,7 @@ def test_pairs_of_numbers(dtype, sides, device):
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("source", program.DTYPES)
 def test_casts(source, side, device):
-    """A head for each dtype that a captured tensor's elements are converted to."""
+    """One head per dtype to which a captured tensor's elements are converted."""
     targets = ("bool", *INTEGERS, *FLOATS)
     kind = getattr(torch, source)
     if kind.is_floating_point:
@@ -159,7 +159,7 @@ def test_casts(source, side, device):
     found = scores_of(writer, result, sizes, nothing, nothing, captured, torch.float64, device)[0]
     for target, scores in zip(targets, found):
         expected = values.to(getattr(torch, target)).double()
-        # Torch leaves open what a negative float becomes without a sign.
+        # Torch leaves open how negative floats convert to unsigned integers.
         told = (
             values.double() >= 0
             if kind.is_floating_point and target == "uint8"
@@ -171,7 +171,7 @@ def test_casts(source, side, device):
 
 
 def test_where_takes_lanes_and_numbers_alike(device):
-    """The condition and both values may be of the query, the key, or all scores."""
+    """The condition and both values may depend on the query, on the key, or on neither."""
     sources = ("query", "key", "head")
     writer = Writer()
     zero = writer.integer(0)

@@ -1,7 +1,7 @@
-"""Random programs in the kernels of flex attention compute what torch does, and their gradients.
+"""Random programs in the kernels of flex attention match torch, and so do their gradients.
 
-Operations that jump, as comparisons and roundings do, are given exact operands alone. What the
-others may be off by is followed to the result.
+Operations with jumps, such as comparisons and roundings, get only exact operands. Bounds on the
+errors of all others are propagated to the result.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SMOOTH = ("exp", "tanh", "sin", "cos", "erf", "expm1")
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A node: what it is for each query and its key, and how far it may be off; 0 if exact."""
+    """A node: its exact value for each query and key, and its error bound; 0 if exact."""
 
     node: int
     dtype: str
@@ -39,7 +39,7 @@ class Value:
 
 
 class Graph:
-    """A program that grows at random, beside what torch makes of it."""
+    """A random, growing program, computed alongside by torch."""
 
     def __init__(self, draw, has_grad=False):
         self.draw, self.writer = draw, Writer()
@@ -78,12 +78,12 @@ class Graph:
         return self.draw(strategies.sampled_from(found)) if found else None
 
     def pair(self, dtypes, exact=True):
-        """Pick two values of one dtype."""
+        """Pick two values of the same dtype."""
         first = self.pick(dtypes, exact)
         return (None, None) if first is None else (first, self.pick([first.dtype], exact))
 
     def literal(self):
-        """Make a number, or an integer."""
+        """Make a literal: a float or an integer."""
         if self.draw(strategies.booleans()):
             value = self.draw(strategies.integers(-20, 20)) / 4
             self.writer.numbers.append(value)
@@ -108,7 +108,7 @@ class Graph:
         named = {
             "trunc_divide": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         }
-        # Divided by -1, the lowest number does not fit, and by 0 it is 0.
+        # The lowest integer divided by -1 overflows; division by 0 gives 0.
         limits = torch.iinfo(x.exact.dtype)
         if ((x.exact == limits.min) & (y.exact.long() == -1)).any():
             return
@@ -174,14 +174,14 @@ class Graph:
         x = self.pick(("bool", *WHOLE, *FLOATS))
         targets = ("bool", *WHOLE, *FLOATS)
         if x.dtype in FLOATS:
-            # Torch leaves open what does not fit into an integer.
+            # Torch leaves open how floats convert that do not fit the integer dtype.
             fits = x.exact.isfinite().all() and x.exact.abs().max() < 2**31
             targets = (*FLOATS, *(("int32", "int64") if fits else ()))
         target = self.draw(strategies.sampled_from(targets))
         self.add(target, x.exact.to(getattr(torch, target)), "cast", x.node)
 
     def load(self):
-        """Read a captured tensor of any dtype at places that are inside by a remainder."""
+        """Read a captured tensor of any dtype; remainders keep its indices in bounds."""
         dtype = self.draw(strategies.sampled_from(program.DTYPES))
         count = self.draw(strategies.integers(0, 3))
         shape = self.draw(
@@ -203,7 +203,7 @@ class Graph:
             rest = torch.remainder(x.exact, size)
             inside = self.add(x.dtype, rest, "remainder", x.node, divisor.node)
             if self.draw(strategies.booleans()):
-                # From the end.
+                # Counted from the end.
                 inside = self.add(x.dtype, rest - size, "sub", inside.node, divisor.node)
             indices.append(inside)
         self.captured.append(table)
@@ -247,7 +247,7 @@ STEPS = sorted(
 
 
 def check(function, examples):
-    """Call a function with as many random data. A kernel is compiled for each."""
+    """Call a function on ``examples`` random inputs. Each compiles a kernel."""
     settings = hypothesis.settings(
         max_examples=examples,
         deadline=None,
@@ -291,7 +291,7 @@ def check_gradients_of_captured_tensors(data):
     usable = [it for it in usable if it.exact.isfinite().all() and it.exact.abs().max() < 1e6]
     factor = data.draw(strategies.sampled_from(usable))
     grad = next(it for it in graph.values if it.exact is graph.grad)
-    # Where a query does not see the key, the gradient is zero; a factor may be anything there.
+    # Where the query does not see the key, the gradient is zero and the factor arbitrary.
     wide = writer.cast(factor.node, "float64")
     nothing = writer.number(0.0, "float64")
     is_seen = writer.add("bool", "ne", grad.node, nothing)

@@ -1,4 +1,4 @@
-"""What no program can say is refused: the function, its line, what it must be, and what came."""
+"""Refused functions: the message gives the function, its line, the requirement, the value."""
 
 import re
 

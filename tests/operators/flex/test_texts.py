@@ -1,4 +1,4 @@
-"""A program's text tells what is computed, and nothing of a call."""
+"""A program's text describes the computation and nothing of one call."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Results are the same for every number of threads; threads may compile at once; what compiles."""
+"""Results do not depend on the number of threads; threads compile at once; compile counts."""
 
 import functools
 import threading
@@ -11,7 +11,7 @@ from support.processes import python, run
 from torch.nn.attention.flex_attention import create_block_mask
 
 import foo_ops
-from foo_ops.testing.checks import contexts
+from foo_ops.testing.checks.matrix import threads
 
 DTYPE = torch.float32
 
@@ -29,10 +29,10 @@ def results(score_mod, mask_mod, inputs, captured):
 
 def assert_the_same_on_threads(score_mod, mask_mod, inputs, captured):
     """Compare all bits with those of one thread."""
-    with contexts.threads(1):
+    with threads(1):
         expected = results(score_mod, mask_mod, inputs, captured)
     for count in (2, 3, 5):
-        with contexts.threads(count):
+        with threads(count):
             found = results(score_mod, mask_mod, inputs, captured)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), count
     return expected
@@ -45,15 +45,15 @@ def test_variants_on_threads(name, device):
     assert_the_same_on_threads(*functions, qkv(SIZES, DTYPE, device), tensors.made)
 
 
-# A table that all heads and rows of the batch add to, within the room for sums of their own and
-# beyond it: 16777216 elements for all of them.
+# Sizes of a table that all batch rows and heads add to: within the limit for separate sums, and
+# beyond it, 16777216 elements for all of them.
 SUMS = {"apart": 600, "beyond the room": 2**21 + 3}
 
 
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("index", ["nothing", "batch", "head", "both"])
 def test_gradients_of_captured_tensors_on_threads(index, sums, device):
-    """Elements that belong to no row of the batch and no head are added to by all of these."""
+    """Batch rows and heads all add to elements that are shared by them."""
     sizes = (2, 4, 200, 300)
     count = SUMS[sums]
     shape = {"nothing": (count,), "batch": (2, count), "head": (4, count), "both": (2, 4, count)}
@@ -88,7 +88,7 @@ def test_large_tables_that_belong_to_no_head_with_shared_key_heads(device):
 
 
 def test_eight_threads_compile_different_functions(device):
-    """Each has functions of its own, forward and backward, but for two that others have, too."""
+    """Threads have functions of their own, forward and backward, and share two."""
     errors = []
 
     def work(number):
@@ -111,7 +111,7 @@ def test_eight_threads_compile_different_functions(device):
 
 
 def make_chain(length, table):
-    """Return functions whose programs are different for each length."""
+    """Return functions whose programs differ for each length."""
 
     def score_mod(score, b, h, q, k):
         for _ in range(length):
@@ -127,7 +127,7 @@ def make_chain(length, table):
     return score_mod, mask_mod
 
 
-# Programs and kernels that are compiled appear as files in a cache of its own.
+# Compiled programs and kernels appear as files in a separate cache.
 COMPILES = """
 import os
 import sys
@@ -167,7 +167,7 @@ assert files() == first, files() - first
 
 
 def test_one_compile_for_a_function(device, tmp_path):
-    """Other numbers, tensors and lengths, and the function defined anew, compile nothing."""
+    """New numbers, tensors, lengths, or a redefinition of the function compile nothing."""
     run(COMPILES, tmp_path, device)
 
 
@@ -214,7 +214,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_memory_grows_with_the_length(by_blocks, device):
-    """A matrix of scores of length 32768 would have 4 GiB; all tensors together have 14 MiB."""
+    """A score matrix of length 32768 would need 4 GiB; all tensors together have 14 MiB."""
     process = python(MEMORY, device, by_blocks)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 64 * 1024

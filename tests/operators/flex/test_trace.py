@@ -1,4 +1,4 @@
-"""Programs compute what the functions do, and their gradients, on numbers of every place."""
+"""Programs and their gradients compute what the functions do, at every place."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from foo_ops.ops.flex_attention.trace import trace
 
 
 class Maker:
-    """Makes what a function captures, and remembers what has a gradient."""
+    """Makes captured tensors, and remembers which require gradients."""
 
     def __init__(self, device, dtype=torch.float64):
         self.device, self.dtype, self.tensors = device, dtype, []
@@ -27,7 +27,7 @@ class Maker:
 
 
 def places(device):
-    """Make the numbers of batches, heads, queries and keys, which broadcast with the scores."""
+    """Return the indices of batches, heads, queries and keys, which broadcast with the scores."""
     return [
         torch.arange(size, device=device, dtype=torch.int32).view(
             [-1 if at == dim else 1 for at in range(4)]
@@ -37,7 +37,7 @@ def places(device):
 
 
 def one_by_one(function, *scores):
-    """Call a function for each score alone, as Python has it."""
+    """Call a function for each score alone, as Python evaluates it."""
     results = []
     for place in itertools.product(*map(range, SIZES)):
         indices = (torch.tensor(it, dtype=torch.int32) for it in place)

@@ -36,7 +36,7 @@ def math_packed(x):
     return torch.cat([math_flex_attention(it[None])[0].transpose(0, 1) for it in pieces])
 
 
-# What it is called on, the operator, and the same of torch's own operators.
+# Shapes of the inputs, the operator, and its equivalent in torch's own operators.
 OPERATORS = {
     "flex_attention": (
         (1, 2, 3, 2),

@@ -1,4 +1,4 @@
-"""What users compute with flex attention, in every dtype, against the dense formula in float64."""
+"""Users' variants of flex attention, in every dtype, against the dense float64 formula."""
 
 import functools
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check(name, dtype, device, blocks=None, **shapes):
-    """Compute a variant, with a mask of blocks of this size if one is given."""
+    """Compute a variant, with a block mask of this block size if one is given."""
     ours, exact = Tensors(device, dtype), Tensors("cpu", torch.float64, dtype)
     score_mod, mask_mod = VARIANTS[name](ours.new, ours.integers)
     exact_score_mod, exact_mask_mod = VARIANTS[name](exact.new, exact.integers)

@@ -1,4 +1,4 @@
-"""Functions of packed sequences, and of keys in pages: they see positions within a sequence."""
+"""Functions of packed sequences, and of keys in pages: positions count within a sequence."""
 
 import functools
 import itertools
@@ -55,7 +55,7 @@ MASK_MODS = {
 
 
 def paged(tensor, lengths, size):
-    """Return pages with the sequences in them, the last first, and the table of pages."""
+    """Return pages with the sequences in them, the last first, and the page table."""
     counts = [-(-length // size) for length in lengths]
     pages = tensor.new_full((sum(counts) + 1, size, *tensor.shape[1:]), float("nan"))
     table = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_key_heads(key_heads, device):
 
 
 def test_keys_that_a_window_leaves_out_do_not_show(device):
-    """Windows of 128 keys that a mask_mod hides are not read: there are NaN in them."""
+    """Windows of 128 keys that a mask_mod hides are not read: they contain NaN."""
     length = 640
     tensors = [torch.randn(length, 2, 16, device=device) for _ in range(3)]
     for tensor in tensors[1:]:

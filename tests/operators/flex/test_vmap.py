@@ -24,7 +24,7 @@ def rows_that_differ(b, h, q, k):
 
 
 def ours(query, slopes, table, block_mask=causal):
-    """The table is used after operations of its own, with an element that Python chooses."""
+    """Transform the table before use, and read one element at a constant place."""
 
     def score_mod(score, b, h, q, k):
         return torch.tanh(score) * slopes[h] + (2 * table).T[k, q] * table[0, 1]
@@ -46,7 +46,7 @@ def dense(query, slopes, table, block_mask=causal):
 
 
 def packed(query, slopes, table):
-    """The same of two sequences: (total, H, D)."""
+    """The same for two packed sequences: (total, H, D)."""
     starts = STARTS.to(query.device)
     return foo_ops.flex_attention_varlen(
         *(query, query.sin(), query.cos(), starts, starts),
@@ -168,7 +168,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls(function, *inputs):
-    """Return the result, and the names of what was called with programs that are known already."""
+    """Return the result, and the names of the operators called with traced programs."""
     with Calls() as counted:
         return function(*inputs), [it.removeprefix("flex_attention") for it in counted.names]
 

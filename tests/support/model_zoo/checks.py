@@ -1,4 +1,4 @@
-"""Compare a model with foo's operators with the model as it is, both with float64."""
+"""Compare a model with foo's operators with the original model, both against float64."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from foo_ops.integrations import transformers as integration
 
 RATIO = 4.0
-"""Of our distance from the exact result and theirs: both have their own roundings."""
+"""Bound on our error over theirs: both results have roundings of their own."""
 ROUNDINGS = 256.0
-"""Of a result's norm, that are taken as equal: a wrong mask makes ten thousands."""
+"""Roundings of a norm up to which results count as equal; a wrong mask makes 10,000s."""
 NEAR_TIE = 1e-4
-"""Of a logit: the next is as good where it is nearer."""
+"""Relative difference of logits up to which the next token is as good."""
 NEW_TOKENS = 8
 CACHES: dict[str, dict[str, Any]] = {
     "generate": {},
@@ -39,11 +39,11 @@ class DiffersError(AssertionError):
 
 
 class NotRunError(Exception):
-    """The model as it is raises."""
+    """The original model raises."""
 
 
 class Trio(NamedTuple):
-    """A model as it is, the same with foo's operators, and in float64 as it is."""
+    """The original model, its copy with foo's operators, and the original in float64."""
 
     theirs: nn.Module
     ours: nn.Module
@@ -51,7 +51,7 @@ class Trio(NamedTuple):
 
 
 class LenientDoubles(Doubles):
-    """Computes in float64 as far as functions can."""
+    """Computes in float64 where functions support it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         try:
@@ -79,10 +79,10 @@ def doubles(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each(trio: Trio, function: Callable, inputs: Mapping[str, Any], *arguments: Any) -> list:
-    """Return what the function gives for our model, for theirs, and in float64.
+    """Return the function's results for our model, for theirs, and in float64.
 
     Raises NotRunError where theirs raises, and DiffersError where only ours does. Where float64
-    raises, as some operators do, theirs is taken for exact.
+    raises, as some operators do, theirs counts as exact.
     """
 
     def result(model: nn.Module, given: Mapping[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def each(trio: Trio, function: Callable, inputs: Mapping[str, Any], *arguments: 
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of numbers in an output, and where each is."""
+    """Yield the floating-point tensors of an output with their names."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name, output
@@ -182,7 +182,7 @@ def training_step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """Raises DiffersError for the result that is off most, or that only one of them has."""
+    """Raise DiffersError for the result with the largest error, or one that only one side has."""
     if ours.keys() != theirs.keys():
         raise DiffersError(f"only one has {', '.join(sorted(ours.keys() ^ theirs.keys()))}"[:200])
     if theirs.keys() != exact.keys():
@@ -232,7 +232,7 @@ def described(tensor: Tensor) -> str:
 
 
 def generate(model: nn.Module, inputs: dict[str, Any], options: dict) -> tuple[Tensor, Tensor]:
-    """Return the new tokens and the logits that they were chosen by."""
+    """Return the new tokens, and the logits from which they were chosen."""
     output = model.generate(
         **inputs,
         **options,
@@ -249,7 +249,7 @@ def generate(model: nn.Module, inputs: dict[str, Any], options: dict) -> tuple[T
 
 
 def compare_tokens(trio: Trio, inputs: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises DiffersError unless our tokens are theirs, but where exact logits are near ties."""
+    """Raise DiffersError if tokens differ, unless the exact logits are nearly tied."""
     (ours, _), (theirs, _), (exact, logits) = each(trio, generate, inputs, options)
     if torch.equal(ours, theirs) or torch.equal(ours, exact):
         return
@@ -271,7 +271,7 @@ def trio_of(made: Made) -> Trio:
 
 
 def check(model_type: str, kind: type) -> dict[str, Any]:
-    """Make a model, compare it with itself with foo's operators, and say how that went."""
+    """Make a model, compare it with its copy on foo's operators, and return the outcome."""
     row: dict[str, Any] = {"type": model_type, "class": kind.__name__, "checks": {}}
     try:
         made = make(model_type, kind)
@@ -319,7 +319,7 @@ def run(checks: dict[str, str], name: str, comparison: Callable[[], None]) -> No
 
 
 def with_labels(made: Made, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return inputs with labels for models of language."""
+    """Return the labels, for language models."""
     if "labels" not in arguments_of(made.model) or "input_ids" not in inputs:
         return {}
     if made.model.get_output_embeddings() is None:

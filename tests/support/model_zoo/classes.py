@@ -1,4 +1,4 @@
-"""Which classes of transformers there are for each model type."""
+"""The classes of transformers for each model type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-# One head of each model type is made besides the base model: the first mapping that knows it.
+# Besides the base model, one head per model type: from the first mapping that has the type.
 HEADS = (
     "CAUSAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
@@ -48,7 +48,7 @@ def model_types() -> list[str]:
 
 
 def classes_of(model_type: str) -> list[type[PreTrainedModel]]:
-    """Return the base model of a type and one with a head, as far as there are such."""
+    """Return the base model of a type and one with a head, where they exist."""
     heads = (mapped(f"MODEL_FOR_{it}_MAPPING_NAMES", model_type) for it in HEADS)
     found = [mapped("MODEL_MAPPING_NAMES", model_type), next(filter(None, heads), None)]
     known = [it for it in dict.fromkeys(found) if it is not None]
@@ -60,14 +60,14 @@ def mapped(mapping: str, model_type: str) -> type[PreTrainedModel] | None:
     for name in (names,) if isinstance(names, str) else names:
         for module in modules_of(model_type):
             found = getattr(module, name, None)
-            # Some types name a class that takes a part of their configuration.
+            # Some types name a class that takes only a part of their configuration.
             if found is not None and takes(found, CONFIG_MAPPING[model_type]):
                 return found
     return None
 
 
 def unmapped(model_type: str) -> list[type[PreTrainedModel]]:
-    """Return the model that no automatic class knows: the first that takes the configuration."""
+    """Return the first class that takes the configuration, for types without an automatic class."""
     kind = CONFIG_MAPPING[model_type]
     found = [
         it
@@ -100,7 +100,7 @@ def modules_of(model_type: str) -> list:
 
 
 def modality(inputs: dict) -> str:
-    """Return text, vision, audio, or both of these for several, by the names of inputs."""
+    """Return the modality by the names of inputs: text, vision, audio, or several of them."""
     kinds = []
     if any("ids" in it and "grid" not in it for it in inputs):
         kinds.append("text")

@@ -2,7 +2,7 @@
 
 There is no list of models: a field is known by its name (hidden sizes, heads, layers, windows,
 token ids, ...), sub-configurations are made small likewise, and the constructor derives the rest.
-`EXCEPTIONS` has what these rules cannot know of a model type.
+`EXCEPTIONS` has the fields of a model type that these rules cannot derive.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FIRST_SPECIAL = 100
 WINDOW = 6
 """Shorter than the sequences, so that windows and chunks matter."""
 WINDOWS_SIDE = 4
-"""Of windows of an image."""
+"""Side of a window of an image, in patches."""
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD = 64, 96, 4, 2, 16
 IMAGE, PATCH = 32, 8
 WIDE = 64
-"""Sizes of channels from here on are made smaller."""
+"""Channel sizes from here on are reduced."""
 DIVISOR = 4
-"""Of channels that are listed by stages, whose ratios must stay."""
+"""Divides channels listed by stage, whose ratios must stay."""
 MOST_LAYERS = 4
 
-# The first pattern that a field's whole name matches gives its value; None leaves the default.
-# Only integers are replaced, and None where the name can mean nothing else.
+# The first pattern that matches a field's whole name gives its value; None keeps the default. Only
+# integers are replaced, and None where the name can mean nothing else.
 RULES: tuple[tuple[str, int | None], ...] = (
     (r"pad_token_id|pad_index", 0),
     (r"bos_token_id|bos_index|decoder_start_token_id", 1),
@@ -79,7 +79,7 @@ RANDOM = re.compile(
 )
 SWITCHES = {"use_sliding_window": True, "apply_spec_augment": False}
 TOKENS = re.compile(r"(.*_)?(token|start|end|newline|patch)_(id|index|idx)|.*(bos|eos|unk|mask)_id")
-# Fields that are None by default, and then a model is without something, or is not complete.
+# Fields that default to None, which would leave out a part of the model.
 NEEDED = (
     *("sliding_window", "head_dim", "num_key_value_heads", "vocab_size"),
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
@@ -94,7 +94,7 @@ def small_config(model_type: str, **changes: object) -> PreTrainedConfig:
 
 
 def small_config_of(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
-    """Return a small configuration of a class; ``changes`` are of fields and go before the rules.
+    """Return a small configuration of a class; ``changes`` to fields take precedence over rules.
 
     Changes of a sub-configuration are a dictionary.
     """
@@ -113,7 +113,7 @@ def merged(first: dict, second: dict) -> dict:
 
 
 def small_parts(kind: type[PreTrainedConfig], changes: dict) -> dict[str, object]:
-    """Return the sub-configurations, where the constructor would make large ones."""
+    """Return small sub-configurations where the constructor would make large ones."""
     parts: dict[str, object] = {}
     for name, spec in kind.sub_configs_defaults.items():
         given = changes.get(name, {})
@@ -131,7 +131,7 @@ def small_parts(kind: type[PreTrainedConfig], changes: dict) -> dict[str, object
 
 
 def stages_of(options: dict) -> dict[str, object]:
-    """Return the stages that a backbone gives, of the options that it is made with."""
+    """Return a backbone's output stages, from the options that it is made with."""
     stages = ("stage1", "stage2", "stage3", "stage4")
     names, indices = options.get("out_features", ()), options.get("out_indices", ())
     if names and all(it in stages for it in names):
@@ -140,7 +140,7 @@ def stages_of(options: dict) -> dict[str, object]:
 
 
 def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
-    """Return small values for the fields that need some."""
+    """Return small values for the fields that need them."""
     found: dict[str, object] = {}
     staged = any(
         isinstance(it.default, (tuple, list)) and re.fullmatch(r"depths|.*heads", it.name)
@@ -157,7 +157,7 @@ def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
         if value != default:
             found[field.name] = value
     if staged and {"window_size", "image_size"} <= kind_fields(kind):
-        # After three halvings, the image still has a whole window.
+        # After three halvings the image still holds a whole window.
         found |= {"image_size": 8 * 4 * WINDOWS_SIDE, "window_size": WINDOWS_SIDE, "patch_size": 4}
     if "mrope_section" in source_of(kind) and takes_rope_sections(kind):
         found["rope_parameters"] = {
@@ -179,7 +179,7 @@ def kind_fields(kind: type[PreTrainedConfig]) -> set[str]:
 
 
 def source_of(kind: type[PreTrainedConfig]) -> str:
-    """Return the source of the models that take this configuration, and of itself."""
+    """Return the source of the models that take this configuration."""
     folder = Path(sys.modules[kind.__module__].__file__ or "").parent
     return "".join(it.read_text() for it in sorted(folder.glob("modeling_*.py")))
 
@@ -211,7 +211,7 @@ def small_value(
 
 def small_integer(kind: type[PreTrainedConfig], name: str, default: int) -> int:
     if name == "num_key_value_heads" and "kv_lora_rank" in kind_fields(kind):
-        # Heads of compressed keys are not shared.
+        # Compressed keys have no shared heads.
         return HEADS
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
@@ -225,7 +225,7 @@ SPECIAL: dict[str, int] = {}
 
 
 def special_token(name: str) -> int:
-    """Return the id of a placeholder, the same in all configurations and another for each name."""
+    """Return a placeholder's token id: equal in all configurations, different for each name."""
     name = re.sub(r"_(token_)?(id|index|idx)$", "", name)
     known = ("image", "video", "audio", "image_start", "image_end", "vision_start", "vision_end")
     if name in known:
@@ -234,7 +234,7 @@ def special_token(name: str) -> int:
 
 
 def small_sequence(name: str, default: tuple | list) -> object:
-    """Make lists by stages or layers small: depths, and channels with the ratios that they have."""
+    """Shrink lists by stage or layer: depths, and channels with the ratios that they have."""
     if not all(isinstance(it, int) and not isinstance(it, bool) for it in default):
         return default
     if re.fullmatch(r"(.*_)?image_size", name):
@@ -247,7 +247,7 @@ def small_sequence(name: str, default: tuple | list) -> object:
 
 
 def layers_of_each_kind(kind: type[PreTrainedConfig], fields: dict) -> dict:
-    """Let a small model have a layer of each kind that the large one has.
+    """Give a small model one layer of each kind that the large one has.
 
     Lists with an entry for each layer of the default configuration (``layer_types`` and the like)
     are cut to the first layer of each kind.

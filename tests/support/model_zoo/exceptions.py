@@ -1,4 +1,4 @@
-"""What the rules of this folder cannot know, by model type."""
+"""Fields and inputs that the rules of this folder cannot derive, by model type."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": HYBRID,
     "zoedepth": PLAIN_STAGES,
 }
-"""Fields of a configuration; those of a sub-configuration are a dictionary."""
+"""Configuration fields; those of a sub-configuration are a dictionary."""
 
 
 def questions(inputs: dict, config: Any) -> dict:
@@ -174,7 +174,7 @@ def channels(inputs: dict, config: Any) -> dict:
 
 
 def codebooks(inputs: dict, config: Any) -> dict:
-    """One row for each codebook; the batch is that of the encoder."""
+    """Repeat the ids for each codebook; the batch stays that of the encoder."""
     count = config.num_codebooks
     return {"input_ids": inputs["input_ids"].repeat_interleave(count, 0)}
 
@@ -187,7 +187,7 @@ def masked_patches(inputs: dict, config: Any) -> dict:
 
 
 def flattened(inputs: dict, config: Any) -> dict:
-    """Patches with their row and column in front."""
+    """Make images as flat patches, each with its row and column in front."""
     vision = getattr(config, "vision_config", config)
     side = torch.arange(16)
     places = torch.stack([1 + side // 4, 1 + side % 4], 1).float().expand(3, -1, -1)
@@ -216,12 +216,12 @@ TWEAKS: dict[str, Callable[[dict, Any], dict]] = {
     "tapas": types_of_cells,
     "videomae": masked_patches,
 }
-"""What inputs have besides, or otherwise."""
+"""Inputs that a model needs besides the usual ones, or in another form."""
 
 WITHOUT: dict[str, tuple[str, ...]] = {
     "embedding_gemma2": ("pixel_values", "pixel_values_videos", "input_features"),
     "fuyu": ("pixel_values",),
-    # Only some vision models have the size of their patches, by which it divides.
+    # The method divides by the patch size, which only some vision models have.
     "llava": ("image_sizes",),
     "muse_glimmer": ("pixel_values",),
     "pop2piano": ("input_features",),
@@ -231,7 +231,7 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     "qwen2_5_omni_thinker": ("pixel_values_videos", "input_features"),
     "qwen3_omni_moe_thinker": ("pixel_values_videos", "input_features"),
 }
-"""Arguments that are not given."""
+"""Arguments to leave out."""
 
 ONLY_IN_TRAINING = ("reformer",)
-"""Models that have gradients in training only."""
+"""Models that only have gradients in training."""

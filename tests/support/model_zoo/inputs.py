@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 BATCH = 3
 TEXTS = (18, 15, 5)
-"""Tokens in each row, beside the placeholders of images and sounds."""
+"""Tokens in each row, in addition to the placeholders of images and sounds."""
 TARGETS = 11
 FRAMES = 64
 SAMPLES = 1600
@@ -28,7 +28,7 @@ def generator() -> torch.Generator:
 
 
 def find(config: Any, *names: str, default: Any = MISSING) -> Any:
-    """Return the first of these fields that a configuration or a part of it has."""
+    """Return the first of these fields that a configuration or one of its parts has."""
     for name in names:
         if isinstance(value := getattr(config, name, None), (int, float, tuple, list)):
             return value
@@ -42,7 +42,7 @@ def find(config: Any, *names: str, default: Any = MISSING) -> Any:
 
 
 def one(value: Any) -> int:
-    """Return a size that is given as one number or for each dimension."""
+    """Return a size given as one number or per dimension."""
     return int(value[0] if isinstance(value, (tuple, list)) else value)
 
 
@@ -53,7 +53,7 @@ def arguments_of(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
 
 
 def candidates(model: PreTrainedModel, side: str | None) -> Iterator[dict[str, Any]]:
-    """Yield inputs of other shapes, until the model takes some.
+    """Yield inputs of different shapes, to try until the model accepts some.
 
     ``side``: where shorter texts are padded; without it all are equally long.
     """
@@ -145,7 +145,7 @@ def images(config: Any) -> list[Tensor]:
 
 
 def features(config: Any) -> list[Tensor]:
-    """Spectrograms, with the frames last or first."""
+    """Return spectrograms with the frames last, and with the frames first."""
     bins = one(
         find(config, "num_mel_bins", "feature_size", "n_mels", "mel_bins", "input_dim", default=16)
     )
@@ -177,11 +177,11 @@ MEDIA: dict[str, Callable[[Any], list[Tensor]]] = {
     "input_values": samples,
     "past_values": past,
 }
-"""Inputs for which shapes are tried."""
+"""Inputs for which several shapes are tried."""
 
 
 def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Tensor]:
-    """Return images as rows of patches, for models that are told their grids."""
+    """Return images as rows of patches, for models that take grids."""
     config = model.config
     names = [it for it in ("image_grid_thw", "grid_thw") if it in arguments]
     if not names:
@@ -198,7 +198,7 @@ def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Ten
 
 
 def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Tensor]:
-    """Return masks and sizes that images and sounds come with."""
+    """Return the masks and sizes that accompany images and sounds."""
     methods = [
         getattr(part, f"get_{it}_features", None)
         for it in ("image", "audio")
@@ -234,7 +234,7 @@ def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str
 
 
 def rows_of_patches(config: Any) -> dict[str, Tensor]:
-    """Return images as rows of patches, and how many there are each way."""
+    """Return images as rows of patches, and the number of patches each way."""
     side, patch = 4, one(find(config, "patch_size"))
     pixels = numbers(BATCH, side * side, find(config, "num_channels") * patch * patch)
     return {
@@ -245,7 +245,7 @@ def rows_of_patches(config: Any) -> dict[str, Tensor]:
 
 
 def placeholders_of(model: PreTrainedModel, arguments: dict, given: dict) -> list[int]:
-    """Return the tokens of a text that stand for its image and its sound."""
+    """Return the tokens that stand for a text's image and sound."""
     if "input_ids" not in arguments:
         return []
     config = model.config

@@ -1,4 +1,4 @@
-"""Make a small model of each class, with random weights that let mistakes be seen."""
+"""Make a small model of each class, with random weights that make errors visible."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SPREAD = 0.1
 
 
 class NotMadeError(Exception):
-    """A small model of this class cannot be made, or does not run as it is."""
+    """A small model of this class cannot be made, or the original model does not run."""
 
 
 class Made(NamedTuple):
-    """A model, and how it is called."""
+    """A model and its call options."""
 
     model: PreTrainedModel
     options: dict[str, Any]
@@ -56,7 +56,7 @@ def said(error: BaseException) -> str:
 
 
 def spread_weights(model: PreTrainedModel) -> None:
-    """Let no weights be all alike: zeros of gates and ones of norms would hide what they weigh."""
+    """Randomise constant weights: gates of zeros and norms of ones would hide errors."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +74,7 @@ def options_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def inputs_of(made: Made, side: str | None) -> dict[str, Any]:
-    """Return the first inputs that the model as it is takes. Raises NotMadeError."""
+    """Return the first inputs that the original model accepts. Raises NotMadeError."""
     errors = []
     for inputs in candidates(made.model, side):
         if (error := inputs.get("error")) is None:

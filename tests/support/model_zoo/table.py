@@ -1,4 +1,4 @@
-"""The table of models of docs/transformers.md, from the rows of tests/models.py."""
+"""Write the table of models in docs/transformers.md, from the rows of tests/models.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def table(made: Mapping[str, Sequence[Row]]) -> str:
 
 
 def line_of(name: str, rows: Sequence[Row]) -> list[str]:
-    """Return the cells of a model type; the counts are those of its last class, with a head."""
+    """Return the cells of a model type; counts are those of its last class, which has a head."""
     last = rows[-1]
     replaced = ", ".join(f"{kind} {count}" for kind, count in last.get("replaced", {}).items())
     wrong = [f"{row['class']}: {row['verdict']}" for row in rows if row["verdict"] != "agrees"]

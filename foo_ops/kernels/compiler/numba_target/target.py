@@ -44,9 +44,8 @@ from numba.cpython import (  # noqa: F401
     tupleobj,
 )
 
-from foo_ops.kernels.compiler.numba_target import ranges, registry
-from foo_ops.kernels.compiler.numba_target.calling_convention import CallingConvention
-from foo_ops.kernels.compiler.numba_target.passes import pipeline
+from foo_ops.kernels.compiler.numba_target import registry
+from foo_ops.kernels.compiler.numba_target.passes import CallingConvention, pipeline
 from foo_ops.kernels.compiler.numba_target.registry import NAME
 from foo_ops.kernels.compiler.processor import target
 
@@ -217,14 +216,14 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
         self.install_registry(mathimpl.registry)
         # A later registry overrides an earlier one.
         self.install_registry(builtin_registry)
-        self.install_registry(ranges.registry)
+        self.install_registry(registry.registry)
         self.install_registry(registry.functions)
 
     def pair_first(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
-        return ranges.part_of(builder, value, 0)
+        return registry.part_of(builder, value, 0)
 
     def pair_second(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
-        return ranges.part_of(builder, value, 1)
+        return registry.part_of(builder, value, 1)
 
     @property
     def call_conv(self) -> CallingConvention:

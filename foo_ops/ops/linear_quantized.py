@@ -1,17 +1,24 @@
-"""Quantize weights for foo::linear_int8 and foo::linear_int4, and dequantize them."""
+"""Linear layers with weights of 8 and 4 bits, and their quantisation."""
 
 from __future__ import annotations
 
 from functools import partial
 from numbers import Integral
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from foo_ops import _C, library
 from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.library.symbols import Condition, either, holds
 from foo_ops.ops.arguments import require_device, require_like
+from foo_ops.ops.linear import linear, product_flops
+
+# ---------------------------------------------------------------------------------- quantize_weight
+
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
@@ -222,3 +229,267 @@ def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 def _overflows(steps: Tensor | int, scale: Tensor) -> Tensor:
     return (steps * scale.double()).to(scale.dtype).isinf()
+
+
+# --------------------------------------------------------------------------------- foo::linear_int8
+
+
+library.define(
+    "foo::linear_int8",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``input @ weight.T * scale + bias`` with integers of 8 bits.
+
+    For few rows, it reads a quarter of the memory of float32 weights. `quantize_weight` makes
+    ``weight`` and ``scale``.
+
+    Args:
+        input: (..., K), float16, bfloat16, float32 or float64, any strides.
+        weight: (N, K), int8; fastest if the elements of a row are adjacent.
+        scale: (N,), of input's dtype.
+        bias: (N,), of input's dtype.
+
+    Returns:
+        A contiguous tensor (..., N) of input's dtype. Products with the integers, which are exact
+        in bfloat16, are summed up in float32 (float64 for float64), scaled, and rounded once, the
+        bias included. The result does not depend on the number of threads. Has gradients for input,
+        scale and bias, of every order; those for a bfloat16 or float16 input use weights that are
+        rounded to its dtype.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+        TypeError: for dtypes.
+
+    Example:
+        >>> weight, scale = foo_ops.quantize_weight(torch.tensor([[127.0, 2.0], [0.0, 254.0]]), 8)
+        >>> foo_ops.linear_int8(torch.tensor([[1.0, 2.0]]), weight, scale)
+        tensor([[131., 508.]])
+    """
+    return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("foo::linear_int8")
+def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    _C.check_linear_int8(input, weight, scale, bias)
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def composite_int8(
+    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute the same with torch's own operators, for forward mode."""
+    return F.linear(input, dequantize_weight(weight, scale), bias)
+
+
+def save_for_int8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, scale, _ = inputs
+    _, _, needs_scale, _ = ctx.needs_input_grad
+    ctx.save_for_backward(input if needs_scale else None, weight, scale)
+
+
+def backward_int8(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, scale = ctx.saved_tensors
+    needs_input, _, needs_scale, needs_bias = ctx.needs_input_grad
+    grad_input = grad_scale = grad_bias = None
+    if needs_input:
+        grad_input = linear(grad_output, dequantize_weight(weight, scale).t())
+    if needs_scale:
+        grad_scale = (grad_of_weight(grad_output, input) * weight).sum(-1).to(scale.dtype)
+    if needs_bias:
+        grad_bias = rows_of(grad_output).sum(0)
+    return grad_input, None, grad_scale, grad_bias
+
+
+def grad_of_weight(grad_output: Tensor, input: Tensor) -> Tensor:
+    """Return the gradient, (N, K), in the compute type, since its elements are summed."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    rows, columns = (rows_of(it).to(wide) for it in (grad_output, input))
+    return linear(rows.t(), columns.t())
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a matrix of the rows of a tensor of any number of dimensions."""
+    return tensor.unsqueeze(0).flatten(0, -2)
+
+
+library.register_autograd(
+    "foo::linear_int8", backward_int8, setup_context=save_for_int8, composite=composite_int8
+)
+
+
+# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+
+
+@library.register_sharding("foo::linear_int8")
+def int8_sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
+    # Sharded along k, each process would add the bias.
+    return "... k, n k, n, . -> ... n" if bias is None else "... ., n ., n, n -> ... n"
+
+
+library.register_vmap_rows("foo::linear_int8", "input")
+library.register_nested_rows("foo::linear_int8", "input")
+library.register_autocast("foo::linear_int8")
+
+
+@library.register_flops("foo::linear_int8")
+def int8_flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Count one matrix product, without scale and bias."""
+    return product_flops(input_shape, weight_shape[0])
+
+
+# --------------------------------------------------------------------------------- foo::linear_int4
+
+
+library.define(
+    "foo::linear_int4",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor zero, Tensor? bias=None, *, "
+    "int group_size) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def linear_int4(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group_size: int,
+) -> Tensor:
+    """Compute ``input @ ((integers - zero) * scale).T + bias`` with integers of 4 bits.
+
+    For few rows, it reads an eighth of the memory of float32 weights, besides scale and zero.
+    `quantize_weight` makes ``weight``, ``scale`` and ``zero``, and documents how they are packed.
+
+    Args:
+        input: (..., K), float16, bfloat16, float32 or float64, any strides.
+        weight: (N, K / 2), uint8, two integers in each; fastest if the elements of a row are
+            adjacent.
+        scale: (N, K / group_size), of input's dtype.
+        zero: (N, K / group_size), of input's dtype. It need not be an integer.
+        bias: (N,), of input's dtype.
+        group_size: 32, 64 or 128 elements of a row that share a scale and a zero.
+
+    Returns:
+        A contiguous tensor (..., N) of input's dtype. Weights and sums are computed in float32
+        (float64 for float64); the sums are rounded once, the bias included. Up to 8 rows of the
+        other dtypes are multiplied in integers: each group of input is rounded to multiples of a
+        power of two, and its largest magnitude is at least 16 256 (bfloat16) or 4 161 536 (float16,
+        float32) times that power; bfloat16 numbers are exact down to a 64th of the largest. If the
+        processor multiplies bfloat16 itself (AVX512-BF16, AMX), more rows use weights that are
+        rounded to bfloat16. All gradients for a bfloat16 or float16 input use rounded weights. The
+        result does not depend on the number of threads. Has gradients for input, scale, zero and
+        bias, of every order.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and other group sizes.
+        TypeError: for dtypes.
+
+    Example:
+        >>> weight = torch.arange(32.0).reshape(1, 32) % 16
+        >>> quantized = foo_ops.quantize_weight(weight, 4, group_size=32)
+        >>> foo_ops.linear_int4(torch.ones(2, 32), *quantized, group_size=32)
+        tensor([[240.],
+                [240.]])
+    """
+    return torch.ops.foo.linear_int4.default(
+        input, weight, scale, zero, bias, group_size=group_size
+    )
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("foo::linear_int4")
+def fake_int4(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group_size: int,
+) -> Tensor:
+    _C.check_linear_int4(input, weight, scale, zero, bias, group_size)
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def composite_int4(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group_size: int,
+) -> Tensor:
+    """Compute the same with torch's own operators, for forward mode."""
+    return F.linear(input, dequantize_weight(weight, scale, zero), bias)
+
+
+def save_for_int4(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    input, weight, scale, zero, _ = inputs
+    _, _, needs_scale, needs_zero, _ = ctx.needs_input_grad
+    ctx.save_for_backward(input if needs_scale or needs_zero else None, weight, scale, zero)
+
+
+def backward_int4(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, scale, zero = ctx.saved_tensors
+    needs_input, _, needs_scale, needs_zero, needs_bias = ctx.needs_input_grad
+    grad_input = grad_scale = grad_zero = grad_bias = None
+    if needs_input:
+        grad_input = linear(grad_output, dequantize_weight(weight, scale, zero).t())
+    if needs_scale or needs_zero:
+        integers = unpack_integers(weight, scale.shape[1])
+        grad = grad_of_weight(grad_output, input).reshape(integers.shape)
+        steps = integers - zero.to(grad.dtype).unsqueeze(-1)
+        grad_scale = (grad * steps).sum(-1).to(scale.dtype)
+        grad_zero = -(grad * scale.unsqueeze(-1)).sum(-1).to(zero.dtype)
+    if needs_bias:
+        grad_bias = rows_of(grad_output).sum(0)
+    return grad_input, None, grad_scale, grad_zero, grad_bias
+
+
+library.register_autograd(
+    "foo::linear_int4", backward_int4, setup_context=save_for_int4, composite=composite_int4
+)
+
+
+# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+
+
+@library.register_sharding("foo::linear_int4")
+def int4_sharding(
+    input: Any, weight: Any, scale: Any, zero: Any, bias: Any = None, **_: Any
+) -> str:
+    # Sharded along k, each process would add the bias.
+    if bias is None:
+        return "... k, n k, n k, n k, . -> ... n"
+    return "... ., n ., n ., n ., n -> ... n"
+
+
+library.register_vmap_rows("foo::linear_int4", "input")
+library.register_nested_rows("foo::linear_int4", "input")
+library.register_autocast("foo::linear_int4")
+
+
+@library.register_flops("foo::linear_int4")
+def int4_flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Count one matrix product, without scale, zero and bias."""
+    return product_flops(input_shape, weight_shape[0])

@@ -1,11 +1,32 @@
-"""Call functions once a module has been imported, without importing it."""
+"""The process: its environment variables, its imports, its forks."""
+
+from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
+
+# ---------------------------------------------------------------------------- environment variables
+
+# Those that switch something on or off.
+
+
+def switch(name: str) -> bool | None:
+    """Return whether an environment variable, 0 or 1, is 1; None if it is not set."""
+    chosen = os.environ.get(name)
+    if chosen and chosen not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {chosen}")
+    return chosen == "1" if chosen else None
+
+
+# ------------------------------------------------------------------------------------------ imports
+
 
 Action = Callable[[], None]
 
@@ -62,3 +83,38 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
         for action in _waiting.pop(self._name):
             action()
+
+
+# -------------------------------------------------------------------------------------------- forks
+
+# A fork waits until the compiler of kernels is idle.
+#
+# Otherwise a child would find the compiler in the middle of its work, with locks that nobody
+# releases, since the thread that holds them is not in the child. This holds from the start of
+# torch: other code may compile with Numba before any kernel is needed here.
+
+
+# Held while the compiler works, and during a fork.
+compiler_lock: Any = threading.RLock()
+_held: list[Any] = []
+
+
+def compiler_locks() -> list[Any]:
+    """Return the locks of the compiler, in the order in which it takes them."""
+    numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+    return [compiler_lock] if numba is None else [compiler_lock, numba._lock]
+
+
+def _before_fork() -> None:
+    for lock in compiler_locks():
+        lock.acquire()
+        _held.append(lock)
+
+
+def _after_fork() -> None:
+    """Release the locks in the parent, and in the child, whose thread is the one that took them."""
+    while _held:
+        _held.pop().release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
