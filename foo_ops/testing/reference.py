@@ -52,7 +52,8 @@ def grouped_linear(
     input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply each group of rows by its matrix."""
-    output = input.new_zeros(input.shape[0], weight.shape[1])
+    # Zeros that have a gradient, which are all of the output if there are no groups.
+    output = input @ input.new_zeros(input.shape[1], weight.shape[1])
     for group, (first, end) in enumerate(groups_of(offsets)):
         rows = linear(input[first:end], weight[group], None if bias is None else bias[group])
         output = output.index_add(0, torch.arange(first, end), rows)

@@ -70,12 +70,10 @@ def product(
 
 def smooth(function: Any, x: Approximate) -> Approximate:
     """Apply a smooth function to single numbers; its slope counts at both ends of the error too."""
-    with torch.enable_grad():
-        slopes = []
-        for place in (x.value, x.value - x.error, x.value + x.error):
-            leaf = place.detach().requires_grad_()
-            slopes.append(torch.autograd.grad(function(leaf).sum(), leaf)[0].abs())
-    slope = torch.stack(slopes).amax(0)
+    steepness = []
+    for place in (x.value, x.value - x.error, x.value + x.error):
+        steepness.append(slopes(function, place.detach()).detach().abs())
+    slope = torch.stack(steepness).amax(0)
     return Approximate(function(x.value).detach(), 2 * slope * x.error)
 
 
@@ -202,7 +200,7 @@ class Passes:
     def __init__(self, sample: Sample, dtype: torch.dtype) -> None:
         self.dtype, self.options = dtype, sample.keywords
         hidden, self.index, weight, gate_up, down, *biases = sample.inputs
-        self.top_k = self.index.shape[1]
+        self.top_k, self.experts = self.index.shape[1], gate_up.shape[0]
         self.biases = [None if it is None else self.of_choices(it) for it in (*biases, None, None)]
         self.hidden, self.weight = Approximate.exact(hidden), Approximate.exact(weight)
         self.gate_up, self.down = self.of_choices(gate_up), self.of_choices(down)
@@ -286,8 +284,7 @@ class Passes:
         }
 
     def members(self) -> Tensor:
-        experts = torch.arange(self.index.max().item() + 1 if self.index.numel() else 0)
-        return (self.index.unsqueeze(-1) == experts).double()
+        return (self.index.unsqueeze(-1) == torch.arange(self.experts)).double()
 
     def joined(self, parts: list[Approximate]) -> Approximate:
         if len(parts) == 1:
@@ -308,7 +305,9 @@ def slopes(function: Any, x: Tensor) -> Tensor:
     """Return the derivatives of a function of single numbers, which can be differentiated."""
     with torch.enable_grad():
         leaf = x if x.requires_grad else x.detach().requires_grad_()
-        result: Tensor = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)[0]
+        # A function that is constant, as slopes of straight lines are, has no graph.
+        total = (function(leaf) + 0.0 * leaf).sum()
+        result: Tensor = torch.autograd.grad(total, leaf, create_graph=True)[0]
     return result
 
 
@@ -328,12 +327,7 @@ def experts_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors)
     budgets = []
     for name, tensor in zip(GRADIENTS, sample.inputs):
         if tensor is not None and tensor.requires_grad:
-            error = found[name].error
-            if error.shape != tensor.shape:  # the last experts were not chosen
-                error = torch.cat(
-                    (error, torch.zeros(tensor.shape[0] - len(error), *error.shape[1:]))
-                )
-            budgets.append(error[: len(tensor)])
+            budgets.append(found[name].error)
     return tuple(budgets)
 
 
