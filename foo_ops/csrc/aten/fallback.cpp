@@ -14,7 +14,6 @@
 #include "aten/refused_operators.h"
 #include "device/device.h"
 #include "device/generator.h"
-#include "device/process.h"
 #include "device/stream.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"

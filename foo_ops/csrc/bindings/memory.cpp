@@ -6,7 +6,6 @@
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/guard.h"
-#include "device/memory_pools.h"
 #include "device/ownership.h"
 #include "device/pinned_memory.h"
 

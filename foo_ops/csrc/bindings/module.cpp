@@ -24,7 +24,6 @@
 #include "device/guard.h"
 #include "device/hooks.h"
 #include "device/host_allocator.h"
-#include "device/process.h"
 #include "graphs/bindings.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"

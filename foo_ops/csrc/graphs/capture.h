@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/memory_pools.h"
+#include "device/device_memory.h"
 #include "graphs/step.h"
 #include "launch/fork_mutex.h"
 
