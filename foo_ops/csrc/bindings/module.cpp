@@ -7,14 +7,8 @@
 #include <array>
 #include <string_view>
 
-#include "aten/collectives.h"
-#include "aten/compiled_graph.h"
+#include "aten/aten.h"
 #include "aten/fallback.h"
-#include "aten/flash_attention_of_cpu.h"
-#include "aten/matrix_products.h"
-#include "aten/recurrent.h"
-#include "aten/refused_operators.h"
-#include "aten/wider_dtypes.h"
 #include "bindings/agreement.h"
 #include "bindings/checks.h"
 #include "bindings/memory.h"
