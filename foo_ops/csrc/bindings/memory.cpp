@@ -1,7 +1,8 @@
-#include "bindings/memory.h"
+// Binds the device's memory: statistics, blocks and pools.
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/bindings.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/device_memory.h"
