@@ -134,7 +134,7 @@ class _Gradients:
 class Formula(_Gradients):
     """Gradients of an operator, from functions as torch.library.register_autograd takes them.
 
-    Called by csrc/python/python_formula.cpp.
+    Called by csrc/bindings/python_formula.cpp.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class CompositeFormula(_Gradients):
     """Gradients of an operator, from a function that computes the same with torch's operators.
 
     The function is called in the backward pass; until then only its inputs are kept. Like
-    `Formula`, this is called by csrc/python/python_formula.cpp.
+    `Formula`, this is called by csrc/bindings/python_formula.cpp.
     """
 
     def __init__(self, operator: torch._ops.OpOverload, composite: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@
 
 #include "aten/fallback.h"
 #include "check.h"
+#include "launch/registration.h"
 
 namespace foo::test {
 namespace {
@@ -39,6 +40,6 @@ int run_all() {
 
 int main() {
   c10::register_privateuse1_backend("foo");
-  foo::aten::register_host_kernels();
+  foo::aten::register_host_kernels(foo::all_operators());
   return foo::test::run_all();
 }

@@ -89,7 +89,7 @@ def test_source_distribution(check_sdist, tree):
 
 
 @pytest.mark.parametrize(
-    "name", ["py.typed", "csrc/bindings/module.cpp", "csrc/bindings/agreement.h", "ops/abs.py"]
+    "name", ["py.typed", "csrc/bindings/module.cpp", "csrc/bindings/bindings.h", "ops/abs.py"]
 )
 def test_source_distribution_that_lacks_a_file(check_sdist, tree, name):
     (tree / "foo_ops" / name).unlink()

@@ -1,4 +1,4 @@
-#include "aten/collectives.h"
+// torch.distributed on tensors of foo: any CPU backend, such as gloo, works on their memory.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "aten/aten.h"
 #include "aten/host_call.h"
 #include "aten/operator_kinds.h"
 #include "device/device.h"

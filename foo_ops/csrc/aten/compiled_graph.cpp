@@ -1,4 +1,4 @@
-#include "aten/compiled_graph.h"
+// Runs graphs that Inductor has compiled to C++ for tensors of foo.
 
 #include <ATen/DynamicLibrary.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "aten/aten.h"
 #include "aten/host_call.h"
 #include "aten/observers.h"
 #include "device/device.h"

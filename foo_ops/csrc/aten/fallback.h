@@ -1,8 +1,11 @@
-// Runs every operator without a foo kernel of its own: with its CPU kernel over the same memory.
+// Runs every operator without a foo kernel of its own: with its CPU kernel over the same memory. An
+// operator without a CPU kernel is refused.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/ArrayRef.h>
+
+#include <string>
 
 namespace foo::aten {
 
@@ -26,5 +29,9 @@ c10::DispatchKeySet host_keys(c10::DispatchKeySet keys);
 // operator that makes a device's first tensor gets the CPU's kernel here, too, since no fallback
 // may be registered yet. Call this after all other kernels of foo are registered.
 void register_host_kernels(c10::ArrayRef<c10::OperatorHandle> operators);
+
+// Returns the replacement of an operator that torch has only for CUDA and its libraries, for the
+// message that refuses it; empty if none is known.
+std::string instead_of(const c10::OperatorName& name);
 
 }  // namespace foo::aten

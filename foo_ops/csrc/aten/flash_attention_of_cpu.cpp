@@ -1,4 +1,4 @@
-#include "aten/flash_attention_of_cpu.h"
+// torch's CPU flash attention, computed by foo's kernels.
 
 #include <ATen/ops/empty_permuted.h>
 #include <c10/util/Exception.h>
@@ -6,6 +6,7 @@
 #include <array>
 #include <string>
 
+#include "aten/aten.h"
 #include "aten/attention_operators.h"
 #include "launch/registration.h"
 

@@ -1,4 +1,4 @@
-#include "aten/matrix_products.h"
+// Matrix products on foo: aten::mm, addmm, addmv, bmm, baddbmm and the operators made of them.
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
@@ -12,6 +12,7 @@
 #include <limits>
 #include <optional>
 
+#include "aten/aten.h"
 #include "aten/fallback.h"
 #include "aten/operator_kinds.h"
 #include "launch/operator_counts.h"

@@ -1,4 +1,4 @@
-#include "aten/recurrent.h"
+// LSTM, GRU and RNN layers run on the CPU as a whole, with autograd's graph.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "aten/aten.h"
 #include "aten/host_call.h"
 #include "aten/operator_kinds.h"
 #include "device/device.h"

@@ -1,8 +1,6 @@
 // Dtypes that an operator has on CUDA but not on the CPU: computes on copies in a wider dtype and
 // rounds the results once. The conformance tests compare all operators that PyTorch lists.
 
-#include "aten/wider_dtypes.h"
-
 #include <ATen/MemoryOverlap.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
@@ -23,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "aten/aten.h"
 #include "aten/fallback.h"
 #include "aten/layouts.h"
 #include "aten/operator_kinds.h"

@@ -1,5 +1,15 @@
-#include "bindings/agreement.h"
+// Facts that this library shares with the Python kernels.
 
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "bindings/bindings.h"
 #include "launch/kernel_table.h"
 #include "launch/layout.h"
 #include "ops/attention/parameters.h"
@@ -11,9 +21,19 @@
 #include "ops/linear/quantized.h"
 #include "ops/tile.h"
 
+namespace py = pybind11;
+
 namespace foo {
 
 namespace {
+
+struct Agreement {
+  // Fields of each struct: name, type, offset.
+  std::map<std::string, std::vector<std::tuple<std::string, std::string, size_t>>> structs;
+  // Argument types of each function.
+  std::map<std::string, std::vector<std::string>> functions;
+  std::map<std::string, std::variant<int64_t, double, std::string>> constants;
+};
 
 template <class Struct>
 void add_struct(Agreement& agreement) {
@@ -22,8 +42,6 @@ void add_struct(Agreement& agreement) {
     fields.emplace_back(field.name, field.type(), field.offset);
   }
 }
-
-}  // namespace
 
 Agreement agreement() {
   Agreement result;
@@ -68,6 +86,19 @@ Agreement agreement() {
       FOO_CONSTANT(kSeen),        FOO_CONSTANT(kMixed)};
 #undef FOO_CONSTANT
   return result;
+}
+
+}  // namespace
+
+void bind_agreement(py::module_& module) {
+  module.def("agreement", [] {
+    const Agreement found = agreement();
+    py::dict description;
+    description["structs"] = found.structs;
+    description["functions"] = found.functions;
+    description["constants"] = found.constants;
+    return description;
+  });
 }
 
 }  // namespace foo

@@ -1,12 +1,12 @@
-#include "bindings/memory.h"
+// Binds the device's memory: statistics, blocks and pools.
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/bindings.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/guard.h"
-#include "device/memory_pools.h"
 #include "device/ownership.h"
 #include "device/pinned_memory.h"
 

@@ -7,43 +7,28 @@
 #include <array>
 #include <string_view>
 
-#include "aten/collectives.h"
-#include "aten/compiled_graph.h"
+#include "aten/aten.h"
 #include "aten/fallback.h"
-#include "aten/flash_attention_of_cpu.h"
-#include "aten/matrix_products.h"
-#include "aten/recurrent.h"
-#include "aten/refused_operators.h"
-#include "aten/wider_dtypes.h"
-#include "bindings/agreement.h"
+#include "bindings/bindings.h"
 #include "bindings/checks.h"
-#include "bindings/memory.h"
+#include "bindings/python.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
 #include "device/hooks.h"
 #include "device/host_allocator.h"
-#include "device/process.h"
-#include "graphs/bindings.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
-#include "launch/math_bits.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
-#include "launch/tensor_numbers.h"
 #include "ops/elementwise.h"
 #include "ops/linear/torch_product.h"
 #include "ops/tile.h"
 #include "ops/values.h"
 #include "ops/view.h"
-#include "python/arguments.h"
-#include "python/errors.h"
-#include "python/first_call.h"
-#include "python/python_formula.h"
-#include "sanitizer/bindings.h"
 
 namespace py = pybind11;
 
@@ -78,6 +63,48 @@ void rethrow_raised() {
   } catch (py::error_already_set& error) {
     foo::pass_on(error);
   }
+}
+
+void import_operators() {
+  const py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("foo_ops._operators").attr("load")();
+  } catch (py::error_already_set& error) {
+    foo::pass_on(error);
+  }
+}
+
+class SecondCall {
+ public:
+  SecondCall() { is_under_way = true; }
+  ~SecondCall() { is_under_way = false; }
+  SecondCall(const SecondCall&) = delete;
+  SecondCall& operator=(const SecondCall&) = delete;
+
+  static thread_local bool is_under_way;
+};
+
+thread_local bool SecondCall::is_under_way = false;
+
+void import_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  // Otherwise the recursion would be endless.
+  TORCH_CHECK(!SecondCall::is_under_way, op.operator_name(), ": foo_ops.ops must not call it");
+  import_operators();
+  const SecondCall call;
+  op.callBoxed(stack);
+}
+
+// Makes calls of the operator import foo_ops.ops, which registers its kernels, and then start
+// again; this includes calls from C++, which look nothing up in Python. Lasts as long as the
+// handles. An operator that has a kernel for the key keeps it.
+std::vector<c10::RegistrationHandleRAII> import_at_first_call(const std::string& operator_name,
+                                                              c10::DispatchKey key) {
+  std::vector<c10::RegistrationHandleRAII> registrations;
+  if (!foo::find_operator(operator_name).hasKernelForDispatchKey(key)) {
+    registrations.push_back(foo::hold_kernel(
+        operator_name, key, c10::KernelFunction::makeFromBoxedFunction<&import_and_call>()));
+  }
+  return registrations;
 }
 
 // Registration handle with a destroy() method, as torch.library.Library keeps them.
@@ -168,16 +195,6 @@ void bind_kernels(py::module_& module) {
   module.def("end_guarded_memory", &foo::device::end_guarded_memory);
 }
 
-// Describes the facts that kernels must know as well, by name: structs, functions and constants.
-py::dict describe_agreement() {
-  const foo::Agreement agreement = foo::agreement();
-  py::dict description;
-  description["structs"] = agreement.structs;
-  description["functions"] = agreement.functions;
-  description["constants"] = agreement.constants;
-  return description;
-}
-
 void bind_autograd(py::module_& module) {
   using foo::Tangents;
   py::enum_<Tangents>(module, "Tangents")
@@ -262,10 +279,10 @@ void bind_product_table(py::module_& module) {
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("interpret_kernels", [] { foo::set_rethrower(rethrow_raised); });
-  module.def("agreement", &describe_agreement);
   module.def("import_at_first_call", [](const std::string& name, const std::string& key) {
-    return Registration(foo::import_at_first_call(name, c10::parseDispatchKey(key)));
+    return Registration(import_at_first_call(name, c10::parseDispatchKey(key)));
   });
+  foo::bind_agreement(module);
   bind_kernels(module);
   foo::bind_shared_checks(module);
   bind_product_table(module);

@@ -4,7 +4,6 @@
 #include "device/device_memory.h"
 #include "device/observer.h"
 #include "device/ownership.h"
-#include "device/process.h"
 #include "launch/device_access.h"
 
 namespace foo::device {

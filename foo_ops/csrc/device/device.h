@@ -1,8 +1,9 @@
-// The devices: their number, and the current one of this thread.
+// The devices: their number, the current one of this thread, and their state in this process.
 #pragma once
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <optional>
 
 namespace foo::device {
@@ -29,5 +30,30 @@ c10::DeviceIndex exchange_current_device(c10::DeviceIndex index);
 
 // Replaces "foo" without an index by the current device.
 c10::Device with_index(c10::Device device);
+
+// Like a driver's, the state does not survive a fork.
+enum class ProcessState { kUntouched, kInitialized, kForked };
+
+extern std::atomic<ProcessState> process_state;
+
+// Work that must be done before the first use of the device. Set once, at load.
+extern void (*before_first_use)();
+
+// Raises in a forked child of a process that has touched the device.
+void initialize_slowly();
+
+// Call this before anything that touches the device.
+inline void initialize() {
+  if (process_state.load(std::memory_order_acquire) == ProcessState::kInitialized) return;
+  initialize_slowly();
+}
+
+inline bool is_initialized() {
+  return process_state.load(std::memory_order_relaxed) == ProcessState::kInitialized;
+}
+
+inline bool is_in_bad_fork() {
+  return process_state.load(std::memory_order_relaxed) == ProcessState::kForked;
+}
 
 }  // namespace foo::device

@@ -1,8 +1,11 @@
-// The memory of one device: blocks for tensors, in segments from the system, with statistics.
+// The memory of one device: blocks for tensors, in segments from the system, with statistics; and
+// private pools, with the threads and streams that allocate from them.
 
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <map>
@@ -12,7 +15,6 @@
 #include <vector>
 
 #include "device/heap.h"
-#include "device/memory_pools.h"
 #include "launch/fork_mutex.h"
 #include "launch/huge_pages.h"
 
@@ -22,6 +24,33 @@ using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
+
+using PoolId = c10::MempoolId_t;
+
+inline constexpr PoolId kCommonPool = {0, 0};
+
+struct PoolOptions {
+  // Whether the pool also serves requests for which the common pool has no memory.
+  bool use_on_oom = false;
+  // Whether each block has its own segment.
+  bool no_split = false;
+};
+
+// Returns an id as torch numbers them: the first number is for pools that a capture makes for
+// itself, the second for others.
+PoolId new_pool_id(bool is_for_capture);
+
+// Serves this thread's allocations on a device, or those with the stream as the current one, from
+// the pool. The caller must be a user of the pool meanwhile.
+void begin_pool(c10::DeviceIndex index, PoolId id);
+// Ends the last pool that began; raises if that is another one.
+void end_pool(c10::DeviceIndex index, PoolId id);
+
+void begin_pool(c10::Stream stream, PoolId id);
+void end_pool(c10::Stream stream);
+
+// Returns the pool for an allocation of this thread.
+PoolId chosen_pool(c10::DeviceIndex index);
 
 // Statistics of one pool and of all pools, updated together. torch defines what they count.
 class PoolStat {

@@ -5,7 +5,6 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/observer.h"
-#include "device/process.h"
 #include "device/stream.h"
 
 namespace foo::device {

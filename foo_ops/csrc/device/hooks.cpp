@@ -14,7 +14,6 @@
 #include "device/heap.h"
 #include "device/observer.h"
 #include "device/pinned_memory.h"
-#include "device/process.h"
 #include "launch/device_access.h"
 
 namespace foo::device {

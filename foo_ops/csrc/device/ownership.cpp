@@ -11,7 +11,6 @@
 #include "device/device_memory.h"
 #include "device/heap.h"
 #include "device/observer.h"
-#include "device/process.h"
 #include "launch/device_access.h"
 
 namespace foo::device {

@@ -11,10 +11,10 @@
 #include <functional>
 #include <mutex>
 
+#include "device/device.h"
 #include "device/device_memory.h"
 #include "device/heap.h"
 #include "device/observer.h"
-#include "device/process.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::device {

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "device/device.h"
-#include "device/process.h"
 
 namespace foo::device {
 namespace {

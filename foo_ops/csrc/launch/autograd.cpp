@@ -2,19 +2,34 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/conj.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/real.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/complex.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "launch/backward_node.h"
 #include "launch/below_autograd.h"
-#include "launch/forward_mode.h"
 #include "launch/gradients.h"
-#include "launch/parameter.h"
 #include "launch/registration.h"
 
 namespace foo {
@@ -24,7 +39,371 @@ namespace {
 using c10::DispatchKeySet;
 using c10::IValue;
 using c10::OperatorHandle;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using torch::autograd::VariableInfo;
 using torch::jit::Stack;
+namespace compiled = torch::dynamo::autograd;
+
+// Code compiled for one key is wrong for another, although the node has the same name.
+constexpr bool kGetsNewName = true;
+
+// "SiluMulBackward" for mylib::silu_mul_backward.
+std::string node_name(const std::string& operator_name) {
+  std::string name;
+  bool is_start = true;
+  for (const char letter : short_name(operator_name)) {
+    if (letter == '_') {
+      is_start = true;
+    } else {
+      name += is_start ? char(std::toupper(letter)) : letter;
+      is_start = false;
+    }
+  }
+  return name;
+}
+
+// Without a gradient of any result the arguments have none: nothing is computed.
+variable_list compute(const Gradients& gradients, const variable_list& of_results,
+                      const SavedForBackward& saved, const std::vector<bool>& needed) {
+  const bool has_any = std::any_of(of_results.begin(), of_results.end(),
+                                   [](const at::Tensor& tensor) { return tensor.defined(); });
+  return has_any ? gradients.gradients(of_results, saved, needed) : variable_list(needed.size());
+}
+
+// Node of autograd's graph whose gradients a backward operator or a formula computes.
+class BackwardNode final : public torch::autograd::Node {
+ public:
+  explicit BackwardNode(std::shared_ptr<const Gradients> gradients)
+      : gradients_(std::move(gradients)) {}
+
+  // Called after the results have their history, so that is_result can be determined.
+  void save(SavedForBackward saved) {
+    for (const at::Tensor& tensor : saved.tensors) {
+      // A saved result must not hold its own node, which holds the result.
+      const bool is_result = tensor.defined() && tensor.grad_fn().get() == this;
+      tensors_.emplace_back(tensor, is_result);
+      is_result_.push_back(is_result);
+    }
+    numbers_ = std::move(saved.numbers);
+    is_complex_ = std::move(saved.is_complex);
+    results_ = std::move(saved.results);
+  }
+
+  variable_list apply(variable_list&& of_results) override {
+    return compute(*gradients_, of_results, saved(), needed());
+  }
+
+  std::string name() const override { return node_name(gradients_->name()); }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& tensor : tensors_) tensor.reset_data();
+  }
+
+  void compiled_args(compiled::CompiledNodeArgs& args) const override {
+    args.collect(gradients_->key());
+    for (const auto i : c10::irange(tensors_.size())) args.collect(tensors_[i], is_result_[i]);
+    for (const IValue& number : numbers_) args.collect(number);
+    args.collect(is_complex_);
+    args.collect(results_);
+  }
+
+  variable_list apply_with_saved(const variable_list& of_results,
+                                 compiled::SwapSavedVariables& swapped) override {
+    swapped.before(tensors_);
+    swapped.before(numbers_);
+    swapped.before(results_);
+    const SavedForBackward now = saved();
+    compiled::PackedArgs packed;
+    packed.pack(now.tensors);
+    for (const IValue& number : now.numbers) packed.pack(number);
+    packed.pack(now.is_complex);
+    packed.pack(now.results);
+    packed.pack(needed());
+    const auto arguments = std::move(packed).vec();
+    std::vector<at::TypePtr> schema;
+    for (const IValue& argument : arguments) {
+      schema.push_back(argument.isTensor() ? at::TypePtr(at::TensorType::get()) : argument.type());
+    }
+    const auto& compiler = compiled::getPyCompilerInterface();
+    const auto name = compiler->bind_function(
+        swapped.get_py_compiler(), this->name(),
+        [gradients = gradients_, count = numbers_.size()](const variable_list& of_results,
+                                                          const std::vector<IValue>& values) {
+          compiled::PackedArgs unpacked(values);
+          SavedForBackward saved;
+          saved.tensors = unpacked.unpack<variable_list>();
+          for ([[maybe_unused]] const auto i : c10::irange(count)) {
+            saved.numbers.push_back(unpacked.unpack<IValue>());
+          }
+          saved.is_complex = unpacked.unpack<std::vector<bool>>();
+          saved.results = unpacked.unpack<std::vector<VariableInfo>>();
+          return compute(*gradients, of_results, saved, unpacked.unpack<std::vector<bool>>());
+        },
+        schema, kGetsNewName, /*is_traceable=*/true);
+    const auto metadata =
+        compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            compiled::get_input_metadata(next_edges()));
+    auto found = compiler->call_function(swapped.get_py_compiler(), "apply_functional", name,
+                                         of_results, arguments, metadata);
+    swapped.after(tensors_);
+    swapped.after(numbers_);
+    swapped.after(results_);
+    return found;
+  }
+
+ private:
+  SavedForBackward saved() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    SavedForBackward saved{{}, numbers_, is_complex_, results_};
+    saved.tensors.reserve(tensors_.size());
+    for (const auto i : c10::irange(tensors_.size())) {
+      saved.tensors.push_back(
+          tensors_[i].unpack(is_result_[i] ? getptr() : c10::intrusive_ptr<Node>()));
+    }
+    return saved;
+  }
+
+  std::vector<bool> needed() const {
+    std::vector<bool> needed(num_outputs());
+    for (const auto edge : c10::irange(needed.size())) {
+      needed[edge] = next_edge(edge).is_valid() && task_should_compute_output(edge);
+    }
+    return needed;
+  }
+
+  std::shared_ptr<const Gradients> gradients_;
+  std::vector<SavedVariable> tensors_;
+  std::vector<bool> is_result_;
+  std::vector<IValue> numbers_;
+  std::vector<bool> is_complex_;
+  std::vector<VariableInfo> results_;
+};
+
+class RefusingNode final : public torch::autograd::Node {
+ public:
+  explicit RefusingNode(std::string message) : message_(std::move(message)) {}
+
+  variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, message_); }
+
+  std::string name() const override { return "NotImplemented"; }
+
+ private:
+  std::string message_;
+};
+
+// Returns the tensors among arguments or results, list elements one by one; undefined for a None in
+// a list.
+variable_list tensors_in(c10::ArrayRef<IValue> values) {
+  variable_list tensors;
+  for (const IValue& value : values) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        tensors.push_back(tensor.value_or(at::Tensor()));
+      }
+    }
+  }
+  return tensors;
+}
+
+// Returns an edge for each tensor, an invalid one for undefined tensors.
+torch::autograd::edge_list edges_to(const variable_list& tensors) {
+  torch::autograd::edge_list edges;
+  edges.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    edges.push_back(tensor.defined() ? torch::autograd::impl::gradient_edge(tensor)
+                                     : torch::autograd::Edge());
+  }
+  return edges;
+}
+
+// Returns the arguments at these places, undefined for None.
+variable_list tensors_at(c10::ArrayRef<IValue> arguments, c10::ArrayRef<size_t> places) {
+  variable_list tensors;
+  tensors.reserve(places.size());
+  for (const size_t place : places) {
+    tensors.push_back(arguments[place].isTensor() ? arguments[place].toTensor() : at::Tensor());
+  }
+  return tensors;
+}
+
+void record_results(const variable_list& results,
+                    const c10::intrusive_ptr<torch::autograd::Node>& node,
+                    const variable_list& without_gradient = {}) {
+  for (const at::Tensor& result : results) {
+    const bool has_gradient =
+        result.defined() && torch::autograd::isDifferentiableType(result.scalar_type()) &&
+        std::none_of(without_gradient.begin(), without_gradient.end(),
+                     [&](const at::Tensor& other) { return other.is_same(result); });
+    if (has_gradient) {
+      torch::autograd::set_history(result, node);
+    } else {
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+  }
+}
+
+Stack copy_arguments(const OperatorHandle& op, const Stack& stack) {
+  return torch::jit::last(stack, op.schema().arguments().size()).vec();
+}
+
+auto results_of(const OperatorHandle& op, const Stack& stack) {
+  return torch::jit::last(stack, op.schema().returns().size());
+}
+
+KeptByFormula keep_without_recording(const Formula& formula, c10::ArrayRef<IValue> arguments,
+                                     c10::ArrayRef<IValue> results) {
+  const at::AutoGradMode no_gradients(false);
+  const c10::AutoFwGradMode no_tangents(false);
+  return formula.keep(arguments, results);
+}
+
+// Calls an operator below autograd and records the call in autograd's graph, like the code that
+// PyTorch generates for its own operators. torch.func would refuse a torch::autograd::Function.
+void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
+                     const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  auto node = c10::make_intrusive<BackwardNode>(backward);
+  const auto arguments = copy_arguments(op, *stack);
+  node->set_next_edges(edges_to(tensors_at(arguments, backward->tensor_arguments())));
+  redispatch_below_autograd(op, keys, stack);
+  const auto results = results_of(op, *stack);
+  const auto tensors = tensors_of(results);
+  record_results(tensors, node, backward->without_gradient(tensors));
+  node->save(backward->saved(arguments, results));
+}
+
+// Same, with the gradients of a formula.
+void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
+                             const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const auto arguments = copy_arguments(op, *stack);
+  auto edges = edges_to(tensors_in(arguments));
+  redispatch_below_autograd(op, keys, stack);
+  const auto results = results_of(op, *stack);
+  KeptByFormula kept = keep_without_recording(*formula, arguments, results);
+  auto node = c10::make_intrusive<BackwardNode>(std::move(kept.gradients));
+  node->set_next_edges(std::move(edges));
+  auto tensors = tensors_in(results);
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return !tensor.defined(); });
+  record_results(tensors, node, kept.non_differentiable);
+  SavedForBackward saved{std::move(kept.saved_tensors)};
+  // If the gradient of the only result is missing, there is nothing to compute.
+  if (kept.materializes_gradients && tensors.size() > 1)
+    for (const at::Tensor& tensor : tensors) saved.results.push_back(zeros_like_result(tensor));
+  node->save(std::move(saved));
+}
+
+// Same, for an operator without derivatives: the node throws a NotImplementedError.
+void call_and_record_refusal(const std::string& message, const OperatorHandle& op,
+                             DispatchKeySet keys, Stack* stack) {
+  auto node = c10::make_intrusive<RefusingNode>(message);
+  node->set_next_edges(edges_to(tensors_in(copy_arguments(op, *stack))));
+  const auto written = written_tensors(op, *stack);
+  torch::autograd::check_inplace(written, /*requires_grad=*/true);
+  redispatch_below_autograd(op, keys, stack);
+  if (written.empty()) {
+    record_results(tensors_in(results_of(op, *stack)), node);
+  } else {
+    torch::autograd::rebase_history(written, node);
+  }
+}
+
+// Forward-mode differentiation of elementwise operators with their backward operators.
+
+// A call's primals and tangents, kept apart.
+struct Duals {
+  Stack primals;
+  // One per tensor argument; undefined without a tangent.
+  variable_list tangents;
+};
+
+Duals split(const BackwardOperator& backward, Stack arguments) {
+  Duals duals{std::move(arguments), {}};
+  for (const size_t index : backward.tensor_arguments()) {
+    IValue& argument = duals.primals[index];
+    duals.tangents.emplace_back();
+    if (!argument.isTensor()) continue;
+    duals.tangents.back() = argument.toTensor()._fw_grad(/*level=*/0);
+    argument = argument.toTensor()._fw_primal(/*level=*/0);
+  }
+  return duals;
+}
+
+// Let J be the derivative of a result by an argument: a number per element, or a 2 x 2 matrix if
+// they are complex. For a gradient g, backward returns J^T g, which gives the rows of J for g = 1
+// and g = i. So complex functions need not be holomorphic.
+class PartialDerivatives {
+ public:
+  PartialDerivatives(const BackwardOperator& backward, const Duals& duals,
+                     const std::vector<at::Tensor>& results)
+      : backward_(backward),
+        duals_(duals),
+        results_(results),
+        saved_(backward.saved(duals.primals, Stack(results.begin(), results.end()))) {
+    for (const at::Tensor& tangent : duals.tangents) needed_.push_back(tangent.defined());
+  }
+
+  at::Tensor tangent_of(size_t result) const {
+    const at::Tensor real_part = row(result, 1.0);
+    if (!results_[result].is_complex()) return real_part;
+    const c10::complex<double> i(0.0, 1.0);
+    return at::add(real_part, at::mul(row(result, i), at::Scalar(i)));
+  }
+
+ private:
+  at::Tensor row(size_t result, const at::Scalar& unit) const {
+    variable_list gradients;
+    for (const auto other : c10::irange(results_.size())) {
+      if (!results_[other].defined()) {
+        gradients.emplace_back();
+        continue;
+      }
+      gradients.push_back(other == result ? at::full_like(results_[other], unit)
+                                          : at::zeros_like(results_[other]));
+    }
+    const auto partial = backward_.gradients(gradients, saved_, needed_);
+    at::Tensor sum;
+    for (const auto edge : c10::irange(partial.size())) {
+      if (!partial[edge].defined()) continue;
+      const at::Tensor& tangent = duals_.tangents[edge];
+      at::Tensor product = at::mul(at::conj(partial[edge]), tangent);
+      if (product.is_complex()) product = at::real(product);
+      sum = sum.defined() ? at::add(sum, product) : product;
+    }
+    return sum;
+  }
+
+  const BackwardOperator& backward_;
+  const Duals& duals_;
+  const std::vector<at::Tensor>& results_;
+  SavedForBackward saved_;
+  std::vector<bool> needed_;
+};
+
+// Calls an elementwise operator below autograd, records the call if an argument requires a
+// gradient, and sets the tangents of the results.
+void call_with_tangents(const std::shared_ptr<const BackwardOperator>& backward,
+                        const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const Duals duals = split(*backward, copy_arguments(op, *stack));
+  if (needs_gradient(op, *stack)) {
+    call_and_record(backward, op, keys, stack);
+  } else {
+    redispatch_below_autograd(op, keys, stack);
+  }
+  const auto results = tensors_of(results_of(op, *stack));
+  const PartialDerivatives derivatives(*backward, duals, results);
+  for (const auto i : c10::irange(results.size())) {
+    if (!results[i].defined()) continue;
+    const auto type = results[i].scalar_type();
+    if (!at::isFloatingType(type) && !at::isComplexType(type)) continue;
+    results[i]._set_fw_grad(derivatives.tangent_of(i).to(type), /*level=*/0,
+                            /*is_inplace_op=*/false);
+  }
+}
 
 constexpr auto kAutogradKeys = {c10::DispatchKey::AutogradCPU,
                                 c10::DispatchKey::AutogradPrivateUse1,

@@ -1,4 +1,5 @@
-// Registers kernels on the autograd keys of operators, by the operators' names.
+// Gradients and tangents of operators: kernels on their autograd keys, registered by the operators'
+// names, and the nodes that these kernels add to autograd's graph.
 
 #pragma once
 

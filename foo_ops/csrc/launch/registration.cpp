@@ -1,8 +1,14 @@
 #include "launch/registration.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include <ATen/native/Resize.h>
+
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "launch/fork_mutex.h"
@@ -88,6 +94,113 @@ std::vector<c10::OperatorHandle> all_operators() {
   const auto registration = c10::Dispatcher::singleton().addRegistrationListener(
       std::make_unique<OperatorList>(operators));
   return operators;
+}
+
+namespace {
+
+// Pairs of a tensor with a bit set and its resolved copy.
+using Replaced = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+at::Tensor resolved(const at::Tensor& tensor, Replaced& replaced) {
+  if (!tensor.defined() || !(tensor.is_conj() || tensor.is_neg())) return tensor;
+  // A tensor that is passed twice must stay one tensor.
+  for (const auto& [original, copy] : replaced) {
+    if (original.is_same(tensor)) return copy;
+  }
+  replaced.emplace_back(tensor, tensor.resolve_conj().resolve_neg());
+  return replaced.back().second;
+}
+
+c10::IValue resolved(const c10::IValue& value, Replaced& replaced) {
+  if (value.isTensor()) return resolved(value.toTensor(), replaced);
+  if (!value.isTensorList()) return value;
+  std::vector<at::Tensor> tensors;
+  for (const at::Tensor& tensor : value.toTensorVector()) {
+    tensors.push_back(resolved(tensor, replaced));
+  }
+  return tensors;
+}
+
+class ResolvingMathBits final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto& arguments = op.schema().arguments();
+    const size_t first = stack->size() - arguments.size();
+    Replaced written, read;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto* const alias = arguments[i].alias_info();
+      const bool is_written = alias != nullptr && alias->isWrite();
+      c10::IValue& value = (*stack)[first + i];
+      value = resolved(value, is_written ? written : read);
+    }
+    constexpr auto kLast = c10::DispatchKey::Conjugate;
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kLast), stack);
+    const size_t results = stack->size() - op.schema().returns().size();
+    for (const auto& [original, copy] : written) {
+      at::native::resize_output(original, copy.sizes());
+      original.copy_(copy);
+      for (size_t i = results; i < stack->size(); ++i) {
+        c10::IValue& result = (*stack)[i];
+        if (result.isTensor() && result.toTensor().is_same(copy)) result = original;
+      }
+    }
+  }
+};
+
+}  // namespace
+
+Registrations resolve_math_bits(const std::string& operator_name) {
+  Registrations registrations;
+  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
+    registrations.push_back(hold_kernel(
+        operator_name, key,
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<ResolvingMathBits>())));
+  }
+  return registrations;
+}
+
+namespace {
+
+constexpr const char* kSuffix = "_number";
+
+class NumberReader final : public c10::OperatorKernel {
+ public:
+  NumberReader(const c10::FunctionSchema& schema, const c10::OperatorHandle& of) : of_(of) {
+    const auto& arguments = of.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto number = schema.argumentIndexWithName(arguments[i].name() + kSuffix);
+      if (number.has_value()) numbers_.emplace_back(*number, i);
+    }
+  }
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+    for (const auto& [number, place] : numbers_) {
+      if (arguments[number].isNone()) continue;
+      arguments[place] = arguments[number].toTensor().item().toDouble();
+    }
+    arguments.resize(of_.schema().arguments().size());
+    {
+      const at::AutoDispatchBelowAutograd guard;
+      of_.callBoxed(&arguments);
+    }
+    for (auto& result : arguments) stack->push_back(std::move(result));
+  }
+
+ private:
+  c10::OperatorHandle of_;
+  std::vector<std::pair<size_t, size_t>> numbers_;
+};
+
+}  // namespace
+
+c10::RegistrationHandleRAII register_tensor_numbers(const std::string& operator_name,
+                                                    c10::DispatchKey key, const std::string& of) {
+  return hold_kernel(operator_name, key,
+                     c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<NumberReader>(
+                         find_operator(operator_name).schema(), find_operator(of))));
 }
 
 }  // namespace foo

@@ -1,4 +1,5 @@
-// Registers kernels for operators by name.
+// Registers kernels for operators by name: any kernel, or one that passes calls on with other
+// arguments.
 
 #pragma once
 
@@ -49,5 +50,16 @@ void register_kernel(const std::string& operator_name, c10::DispatchKey key,
 
 // Returns all operators that are defined now, for rules that give many of them a kernel.
 std::vector<c10::OperatorHandle> all_operators();
+
+// If the conjugate or negative bit of a written argument is set, makes the operator write to a
+// copy, which is then copied back. PyTorch's own fallback assumes that such an operator returns
+// what it writes, and otherwise frees memory that it does not own.
+Registrations resolve_math_bits(const std::string& operator_name);
+
+// Registers a kernel that calls another operator, ``of``. The operator takes the arguments of
+// ``of`` first, then optional tensors named "<argument>_number", which replace these arguments:
+// compiled programs pass floating-point numbers as tensors.
+c10::RegistrationHandleRAII register_tensor_numbers(const std::string& operator_name,
+                                                    c10::DispatchKey key, const std::string& of);
 
 }  // namespace foo

@@ -90,4 +90,8 @@ Sanitizer& sanitizer();
 // Returns the Python stack of this thread.
 Stack gather_stack();
 
+// Attaches the sanitizer to every operator on foo, and to CPU operators that may use pinned memory.
+void observe_operators();
+void stop_observing_operators();
+
 }  // namespace foo::sanitizer

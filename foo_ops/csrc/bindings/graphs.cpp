@@ -1,4 +1,4 @@
-#include "graphs/bindings.h"
+// Binds functions for graphs that torch's own classes lack.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,10 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
+#include "bindings/python.h"
 #include "device/device.h"
 #include "device/stream.h"
 #include "graphs/recorder.h"
-#include "python/errors.h"
 
 namespace py = pybind11;
 

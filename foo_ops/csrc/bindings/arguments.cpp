@@ -1,11 +1,11 @@
-#include "python/arguments.h"
+// Conversion of operators' arguments between Python and C++.
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <map>
 #include <utility>
 
-#include "python/errors.h"
+#include "bindings/python.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "python/python_formula.h"
+// Formulas written in Python.
 
 #include <c10/core/SafePyObject.h>
 #include <c10/util/irange.h>
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "python/errors.h"
+#include "bindings/python.h"
 
 namespace foo {
 

@@ -1,0 +1,29 @@
+// The parts of foo_ops._C that module.cpp puts together.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace foo {
+
+// Binds the facts that this library shares with the Python kernels: structs, functions, constants.
+// tests/project/test_agreement.py compares them with foo_ops/kernels.
+void bind_agreement(pybind11::module_& module);
+
+// Binds the device's memory: statistics, blocks and pools.
+void bind_memory(pybind11::module_& module);
+
+namespace graphs {
+
+// Binds functions for graphs that torch's own classes lack.
+void bind_graphs(pybind11::module_& module);
+
+}  // namespace graphs
+
+namespace sanitizer {
+
+// Binds the sanitizer for foo_ops/sanitizer.
+void bind_sanitizer(pybind11::module_& module);
+
+}  // namespace sanitizer
+
+}  // namespace foo
