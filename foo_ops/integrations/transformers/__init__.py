@@ -14,8 +14,10 @@ implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an 
 
     >>> restore(model).set_attn_implementation("foo")
 
-``"foo_flex"`` is another, by `foo_ops.flex_attention`: there masks of any pattern are functions,
-and never in memory.
+Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``.
+
+``"foo_flex"`` is another implementation of attention, by `foo_ops.flex_attention`: there masks of
+any pattern are functions, and never in memory.
 """
 
 try:
@@ -39,6 +41,7 @@ from foo_ops.integrations.transformers.attention import (
     register_flex,
 )
 from foo_ops.integrations.transformers.cache import in_place_cache
+from foo_ops.integrations.transformers.experts import foo_experts_forward, register_experts
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 
 __all__ = [
@@ -49,16 +52,19 @@ __all__ = [
     "FunctionMask",
     "apply",
     "foo_attention_forward",
+    "foo_experts_forward",
     "foo_flex_forward",
     "foo_flex_mask",
     "foo_mask",
     "in_place_cache",
     "left_alone",
     "register",
+    "register_experts",
     "register_flex",
     "replaced",
     "restore",
 ]
 
 register()
+register_experts()
 register_flex()

@@ -180,7 +180,7 @@ def between_products(
     return by_token.sum(1).to(hidden_states.dtype)
 
 
-def register() -> None:
+def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, foo_experts_forward)
 
 

@@ -20,6 +20,7 @@ from foo_ops.integrations.transformers.attention_layers import (
     own_function,
 )
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
+from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
@@ -50,6 +51,7 @@ REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
     FooRotaryAttention: frozenset({"rotary_embedding"}),
     **dict.fromkeys((*NORMS, *LAYERS), frozenset({"rms_norm"})),
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
+    FooExperts: frozenset({"experts"}),
     **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
 }
 """Arguments of `apply` that allow each replacement; a module gets the first that fits."""
@@ -59,6 +61,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "rms_norm": NORMS,
     "rotary_embedding": (FooRotaryAttention,),
     "mlp": (FooGatedMLP, FooPackedMLP),
+    "experts": (FooExperts,),
     "linear": (FooLinear, FooConv1D),
     "quantize": (FooQuantizedLinear,),
     "fused_loss": (FooLanguageModel,),
@@ -73,6 +76,7 @@ def apply(
     rms_norm: bool = True,
     rotary_embedding: bool = True,
     mlp: bool = True,
+    experts: bool = True,
     linear: bool = True,
     loss: bool = True,
     fused_loss: bool = True,
@@ -98,6 +102,8 @@ def apply(
             layer adds the residual first.
         rotary_embedding: attention layers rotate query and key with `foo_ops.rotary_embedding`.
         mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
+        experts: the experts of mixtures are `foo_ops.moe_experts`, or two `foo_ops.grouped_linear`
+            around a gate that it does not know.
         linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
         loss: the losses of causal and masked language models are `foo_ops.softmax_cross_entropy`.
         fused_loss: in training with ``labels``, head and loss are `foo_ops.linear_cross_entropy`,
@@ -137,6 +143,7 @@ def apply(
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
         "mlp": mlp,
+        "experts": experts,
         "linear": linear,
     }
     allowed = {name for name, flag in flags.items() if flag}
@@ -264,11 +271,18 @@ def reason_of(module: nn.Module) -> str | None:
     if is_replaced(module):
         return None
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
-        return "experts that are one tensor have no operator yet" if "Experts" in name else None
+        return reason_of_experts(module) if "Experts" in name else None
     if "MLP" in name and not holds(module, "MLP"):
         known = (FooGatedMLP, FooPackedMLP)
         return asked_or(module, known, "it does not compute down(silu(gate(x)) * up(x))")
     return None
+
+
+def reason_of_experts(module: nn.Module) -> str:
+    reason = "they do not compute what foo::moe_experts does"
+    if not all(hasattr(module, flag) for flag in FLAGS):
+        reason = "transformers' table of implementations does not serve them"
+    return asked_or(module, (FooExperts,), reason)
 
 
 def has_parameters(module: nn.Module) -> bool:
