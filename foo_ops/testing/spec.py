@@ -399,7 +399,7 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
     if spec.draws:
-        return  # means.py compares their means.
+        return  # `check_means` compares their means.
     plain = sample.map(Tensor.detach)
     expected, budgets = spec.remembered.result(
         lambda: expected_outputs(spec, plain.exact(), dtype),
@@ -441,7 +441,7 @@ def check_gradients(
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
     if spec.draws:
-        return  # means.py compares their means.
+        return  # `check_mean_gradients` compares their means.
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
 
     def compute() -> tuple[Tensors, Sequence[Tensor], Tensors | None]:

@@ -124,7 +124,9 @@ def check_norm(output, input, weight, dtype):
 
 
 # Elements that share memory cannot be written.
-WRITABLE_LAYOUTS = [layout for layout in testing.LAYOUTS if layout is not testing.layouts.expanded]
+WRITABLE_LAYOUTS = [
+    layout for layout in testing.LAYOUTS if layout is not testing.arguments.expanded
+]
 
 
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (0, 5), (4, 67), (2, 3, 33), (2, 3, 4, 100)]

@@ -133,7 +133,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
         if not function.is_declaration and not is_kept:
             function.linkage = "internal"
             function.name = _NUMBER.sub("", function.name)
-    # load.py links the sections of an object next to each other. "jitdefault" would need one more
+    # cache.py links the sections of an object next to each other. "jitdefault" would need one more
     # instruction for each constant in memory (gelu 1.15 times as long).
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=name, features=features, opt=3, reloc="pic", codemodel="small"
