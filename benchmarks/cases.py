@@ -14,6 +14,7 @@ from benchmarks import (
     attention,
     device,
     examples,
+    experts,
     flex,
     flex_gallery,
     kit,
@@ -59,6 +60,7 @@ class Sizes:
         shared: length for 32 query heads that share 8 of key and value.
         options: length for each of `OPTIONS`.
         caches: lengths of key and value in decoding.
+        experts: numbers of tokens for the experts of a mixture.
         flex: length for most rows of flex attention.
         model: sizes of a whole model and its tokens.
     """
@@ -74,6 +76,7 @@ class Sizes:
     shared: int = 512
     options: int = 1024
     caches: tuple[int, ...] = (512, 2048, 8192, 32768)
+    experts: tuple[int, ...] = experts.TOKENS
     flex: int = 2048
     model: models.Size = models.DEFAULT
 
@@ -91,6 +94,7 @@ QUICK = Sizes(
     shared=128,
     options=256,
     caches=(1024,),
+    experts=(1, 8),
     flex=256,
     model=models.QUICK,
 )
@@ -105,6 +109,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *operators.cases(operators.SECTION, operators.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *linear.cases(sizes.dtypes, threads),
         *quantized_linear.cases(sizes.dtypes, threads),
+        *experts.cases(sizes.experts, threads[-1]),
         *linear_cross_entropy.cases(sizes.tokens, sizes.classes, FEW_DTYPES, threads),
         *operators.cases(tutorial.SECTION, tutorial.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *examples.cases(sizes.rows, threads[-1]),

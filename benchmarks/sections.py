@@ -31,6 +31,9 @@ SECTIONS = {
     "quantized linear of one row": Section(
         "Layers of 8 and 4 bits, one row, GB/s of our weights (more is better)", "GB/s"
     ),
+    "experts": Section(
+        "Experts of a mixture, tokens x choices, GFLOP/s (more is better)", "GFLOP/s"
+    ),
     "linear_cross_entropy": Section(
         "The loss of a linear layer with its gradients, milliseconds (less is better)", "ms"
     ),

@@ -15,6 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     attention,
     cases,
+    experts,
     linear_cross_entropy,
     models,
     peaks,
@@ -337,3 +338,20 @@ def test_default_cases_have_every_row_that_was_promised():
     }
     assert {("float32", 8192, "32/8", 128), ("bfloat16", 8192, "32/8", 128)} < decoded
     assert all(case.threads == (1,) for case in cases.cases(cases.QUICK, processors=1))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_experts_of_all_ways_agree(trains):
+    layer = experts.Layer("float32", 5, trains, experts=4, top_k=2, width=64, intermediate=64)
+    contenders = experts.contenders(layer)
+    assert {"eager", "batched_mm", "grouped_mm"} < contenders.keys()
+    expected, *others = [make().results() for make in contenders.values()]
+    for results in others:
+        for result, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_copy_too_much_are_left_out(monkeypatch):
+    layer = experts.Layer("float32", 5, experts=4, top_k=2, width=64, intermediate=64)
+    monkeypatch.setattr(experts, "MOST_COPIES", experts.copied_bytes(layer) - 1)
+    assert "batched_mm" not in experts.contenders(layer)

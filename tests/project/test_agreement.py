@@ -10,6 +10,7 @@ from foo_ops import _C
 from foo_ops.kernels.attention import decode, operands, programs
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
+from foo_ops.kernels.experts import rows as experts
 from foo_ops.kernels.flex import captured, emit
 from foo_ops.kernels.lang import arguments
 from foo_ops.kernels.lang import random as random_numbers
@@ -108,6 +109,15 @@ def test_parameters_of_cross_entropy(dtype):
     assert differences(described_by_cpp("CrossEntropy"), described_by_python(operands)) == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_experts(dtype):
+    gate, rows, *_ = experts.gate_argument_types(dtype)
+    combine, *_ = experts.combine_argument_types(dtype)
+    for struct in (gate, rows, combine):
+        name = struct.name.rpartition("_")[0]
+        assert differences(described_by_cpp(name), described_by_python(struct)) == []
+
+
 def test_a_difference_would_be_noticed():
     ours = described_by_cpp("Parameters")
     swapped = [ours[1], ours[0], *ours[2:]]
@@ -192,6 +202,10 @@ def functions():
         elif name.startswith("cross_entropy_"):
             for dtype in DTYPES:
                 yield "CrossEntropyFunction", source.build(dtype).argument_types
+        elif name.startswith("experts_"):
+            function = "CombineFunction" if name == "experts_combine" else "GateFunction"
+            for dtype in DTYPES:
+                yield function, source.build(dtype).argument_types
         elif name.startswith("linear_"):
             is_quantized = name.startswith(("linear_int8", "linear_int4"))
             function = "QuantizedFunction" if is_quantized else "ProductFunction"
