@@ -10,6 +10,7 @@ experts module, its input, and the choices of its router. Ours is ``"foo"``:
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -145,19 +146,22 @@ def foo_experts_forward(
 ) -> Tensor:
     """Compute the experts of a module: transformers' interface of experts.
 
-    Tensors and gates that the operator does not support are computed by ``grouped_mm``, or between
-    two `foo_ops.grouped_linear`.
+    Tensors that the operators do not support go to transformers' ``grouped_mm``.
     """
-    tensors = weights_of(module)
-    if not is_served(hidden_states, top_k_weights, *tensors):
-        result: Tensor = grouped_mm_experts_forward(
-            module, hidden_states, top_k_index, top_k_weights
-        )
-        return result
+    arguments = hidden_states, top_k_index, top_k_weights
+    is_ours = is_served(hidden_states, top_k_weights, *weights_of(module))
+    result: Tensor = (compute if is_ours else grouped_mm_experts_forward)(module, *arguments)
+    return result
+
+
+def compute(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute experts in one call, or around a gate that the operator does not know."""
     options = None if module.has_post_expert_norm else gate_of(module)
     if options is None:
         return between_products(module, hidden_states, top_k_index, top_k_weights)
-    up, down, *biases = tensors
+    up, down, *biases = weights_of(module)
     return moe_experts(hidden_states, top_k_index, top_k_weights, up, down, *biases, **options)
 
 
@@ -199,7 +203,10 @@ class FooExperts(Replacement):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return foo_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        arguments = hidden_states, top_k_index, top_k_weights
+        if not is_served(hidden_states, top_k_weights, *weights_of(self)):
+            return super().forward(*arguments)  # type: ignore[misc]
+        return compute(self, *arguments)
 
 
 def agrees(module: Any) -> bool:
@@ -210,6 +217,9 @@ def agrees(module: Any) -> bool:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     tokens, experts, top_k, depth, columns = 7, 3, 2, 8, 8
+    if module.has_post_expert_norm:
+        # The norm's own weights have the size of the module's results.
+        depth = weights_of(module)[1].shape[1]
     width = 2 * columns if module.has_gate else columns
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = {first: random(experts, width, depth), "down_proj": random(experts, depth, columns)}
@@ -226,12 +236,15 @@ def agrees(module: Any) -> bool:
 
     def agrees_in(dtype: torch.dtype) -> bool:
         given = {name: nn.Parameter(weight.to(dtype)) for name, weight in weights.items()}
-        twin: Any = stand_in(module, parameters=given)
+        norm = module.has_post_expert_norm and copy.deepcopy(module.post_expert_norm).to(dtype)
+        twin: Any = stand_in(module, given, {"post_expert_norm": norm} if norm else {})
         vars(twin).update(num_experts=experts)
         arguments = hidden.to(dtype), index, scores.to(dtype)
+        # Below the table of implementations, some of which know no float64.
+        forward: Any = type(module).forward
         try:
-            own = type(module).forward(twin, *arguments)
-            return is_near(own, foo_experts_forward(twin, *arguments))
+            own = getattr(forward, "__wrapped__", forward)(twin, *arguments)
+            return is_near(own, compute(twin, *arguments))
         except Exception:  # experts that need more than their weights are another kind
             return False
 

@@ -272,7 +272,7 @@ def reason_of(module: nn.Module) -> str | None:
         return None
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None
-    if "MLP" in name and not holds(module, "MLP"):
+    if "MLP" in name and not holds(module, "MLP") and not holds(module, "Experts"):
         known = (FooGatedMLP, FooPackedMLP)
         return asked_or(module, known, "it does not compute down(silu(gate(x)) * up(x))")
     return None
