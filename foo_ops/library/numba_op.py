@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import torch
 
+from foo_ops.kernels.compiler.inspection import returned_kinds
 from foo_ops.library.autograd import register_variant_autograd
 from foo_ops.library.elementwise import (
     Backward,
@@ -31,7 +32,6 @@ from foo_ops.library.operators import (
     schema_default,
     schema_type,
 )
-from foo_ops.library.refusals_of_kernels import returned_kinds
 
 # The dtypes for the annotation of an element, from the narrowest.
 _DTYPES = {

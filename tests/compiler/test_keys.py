@@ -233,8 +233,8 @@ def check_edit(copy, module, seed, names):
 # They find, keep, load and run kernels, and say what is wrong with them. The table of the kernels
 # says what makes each one, and with which options: that is in the key itself.
 AROUND = {
-    *("advice", "cache", "fingerprint", "interpret", "load", "reasons", "resolve"),
-    "sources",
+    *("advice", "cache", "fingerprint", "inspection", "interpret", "load", "reasons"),
+    *("resolve", "sources"),
 }
 AROUND = {*(f"compiler.{name}" for name in AROUND), "flex", "flex.program", "table"}
 OF_USERS = {"user", "user.sources"}
