@@ -49,6 +49,8 @@ def is_function(value: object) -> bool:
 def require_function(what: str, value: Any) -> None:
     """Refuse a value that is no Python function, and a generator function.
 
+    The compiler refuses generators, too, but an interpreted kernel would silently do nothing.
+
     Args:
         what: the beginning of the message, such as "tile_kernel: tiles must be".
         value: the argument.

@@ -63,7 +63,10 @@ def check_parameters(
 
 
 def check_returned(operator: torch._ops.OpOverload, functions: Functions, results: int) -> None:
-    """Refuse a wrong number of values if the code shows it; otherwise the compiler does."""
+    """Refuse a wrong number of values if the code shows it; otherwise the compiler does.
+
+    A kernel of gradients is first compiled in a backward pass, which is late to hear of it.
+    """
     for function in functions:
         for count, line in returned_counts(function):
             if count not in (None, 0, results):

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foo_ops.kernels.compiler.fingerprint import fingerprint, is_known
-from foo_ops.kernels.compiler.inspection import attribute_names, events, global_names
+from foo_ops.kernels.compiler.inspection import (
+    attribute_names,
+    events,
+    global_names,
+    returned_counts,
+)
 from foo_ops.kernels.compiler.kernel import (
     CHECKED,
     WRONG_INDEX,
@@ -189,8 +194,7 @@ class UserKernel(Source):
             file, line = blamed.file, blamed.line
             reason = blamed.refusal(sees_rows=self._sees_rows)
         elif file is None:
-            code = self.functions[0].__code__
-            file, line = code.co_filename, code.co_firstlineno
+            file, line = _place_in(self.functions[0], reason)
         kind = KernelTypeError if reason.startswith(WRONG_INDEX) else KernelError
         return kind(
             f"{self.operator}: its kernel cannot be compiled for {signature}: "
@@ -269,6 +273,14 @@ def _place_of(error: BaseException) -> tuple[str, int] | None:
         if not _is_the_compilers(file):
             return (found if os.path.isabs(found) else file), int(number)
     return None
+
+
+def _place_in(function: Callable[..., Any], reason: str) -> tuple[str, int]:
+    """Return the place of a function; of its return, if the reason is the value and it has one."""
+    code, lines = function.__code__, set()
+    if reason.startswith("the kernel returns"):
+        lines = {line for count, line in returned_counts(function) if count != 0}
+    return code.co_filename, lines.pop() if len(lines) == 1 else code.co_firstlineno
 
 
 def _shown(file: str, line: int) -> str:
