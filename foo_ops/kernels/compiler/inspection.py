@@ -235,21 +235,7 @@ def _counts_of_variables(code: types.CodeType) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------------------- source
 
-
-def _definition(function: Function) -> tuple[ast.FunctionDef, int] | None:
-    """Return a function's definition and its first line; None for lambdas and without a source.
-
-    A tree is not kept: it is large, and is read once.
-    """
-    try:
-        lines, first = inspect.getsourcelines(function)
-        definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    except (OSError, SyntaxError):
-        return None
-    return (definition, first) if isinstance(definition, ast.FunctionDef) else None
-
-
-# ------------------------------------------------------------------------------------ rows of tiles
+# Reads the source of a tile kernel: does it compute each row on its own?
 
 
 # Functions of foo_ops.language that use only a tensor's dtype.
@@ -272,11 +258,14 @@ def row_dimensions(
         tensors: the names of its tensors.
         written: the names of those that it writes.
     """
-    found = _definition(function)
-    if found is None:
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return None
+    if not isinstance(definition, ast.FunctionDef):
         return None
     *_, tiles = inspect.signature(function).parameters
-    return _Rows(found[0], tiles, set(tensors)).read(set(written))
+    return _Rows(definition, tiles, set(tensors)).read(set(written))
 
 
 class _Rows:
