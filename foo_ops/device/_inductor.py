@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -170,11 +170,27 @@ class FooScheduling(CppScheduling):
 
 
 class _NewTensorsOnTheirDevice:
-    def make_allocation(self, name: str, device: torch.device, *args: Any, **options: Any) -> str:
-        """Add the device index, which torch otherwise sets beforehand, on devices it knows."""
+    def make_allocation(
+        self,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Sequence[Any],
+        stride: Sequence[Any],
+        allocation_shape: Sequence[Any] | None = None,
+        is_pinned: bool = False,
+    ) -> str:
+        """Allocate on the device's index; torch writes none, and selects devices that it knows."""
         wrapper: Any = super()
-        code = wrapper.make_allocation(name, device, *args, **options)
-        return code.replace("device='foo'", f"device='{device}'")
+        if device.type != "foo":
+            return wrapper.make_allocation(
+                name, device, dtype, shape, stride, allocation_shape, is_pinned
+            )
+        in_code = wrapper.codegen_python_shape_tuple
+        sizes, strides = in_code(shape), in_code(stride)
+        allocated = sizes if allocation_shape is None else in_code(allocation_shape)
+        code = f"{name} = empty_strided({allocated}, {strides}, device='{device}', dtype={dtype})"
+        return code if allocated == sizes else f"{code}.as_strided({sizes}, {strides})"
 
 
 class _NotesTypesOfKernels:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from foo_ops._process import after_import
+from foo_ops.kernels.compiler.inspection import count_operations
 from foo_ops.library.operators import find, tensors_in
-
-# One operation each, also a call of a function such as exp.
-_OPERATIONS = ("BINARY_", "INPLACE_", "UNARY_NEGATIVE", "CALL")
-_NO_OPERATIONS = ("BINARY_SUBSCR", "BINARY_SLICE", "CALL_INTRINSIC_1")
 
 
 def register_flops(
@@ -67,7 +63,7 @@ class _ElementwiseFlops:
         """Count the operations of a call; if it returns nothing, it writes to an argument."""
         results = [tensor.numel() for tensor in tensors_in(out_val)]
         elements = results or [tensor.numel() for tensor in tensors_in((arguments, keywords))]
-        return max(elements) * sum(map(_is_operation, dis.get_instructions(self.function)))
+        return max(elements) * count_operations(self.function)
 
 
 def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
@@ -86,7 +82,3 @@ def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., A
 def _with_counter(add: Callable[[], None]) -> None:
     # Its import takes a tenth of a second where Triton is installed.
     after_import("torch.utils.flop_counter", add)
-
-
-def _is_operation(step: dis.Instruction) -> bool:
-    return step.opname.startswith(_OPERATIONS) and step.opname not in _NO_OPERATIONS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import dis
 import inspect
 import itertools
 import types
@@ -16,6 +15,7 @@ import torch
 
 from foo_ops import _C
 from foo_ops._process import switch
+from foo_ops.kernels.compiler.inspection import line_of
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.sources import UserKernel
@@ -49,6 +49,8 @@ def is_function(value: object) -> bool:
 def require_function(what: str, value: Any) -> None:
     """Refuse a value that is no Python function, and a generator function.
 
+    The compiler refuses generators, too, but an interpreted kernel would silently do nothing.
+
     Args:
         what: the beginning of the message, such as "tile_kernel: tiles must be".
         value: the argument.
@@ -59,17 +61,8 @@ def require_function(what: str, value: Any) -> None:
     if inspect.isgeneratorfunction(function):
         raise TypeError(
             f"{what} a function that returns, since kernels cannot have generators, and "
-            f"{describe(function)} yields in line {_line_of_yield(function)}"
+            f"{describe(function)} yields in line {line_of(function, 'yield')}"
         )
-
-
-def _line_of_yield(function: Callable[..., Any]) -> int:
-    line = function.__code__.co_firstlineno
-    for step in dis.get_instructions(function):
-        line = getattr(step, "line_number", step.starts_line) or line
-        if step.opname.startswith("YIELD"):
-            break
-    return line
 
 
 def by_position(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,6 @@ from foo_ops.library.operators import (
     schema_default,
     schema_type,
 )
-from foo_ops.library.refusals_of_kernels import returned_kinds
 
 # The dtypes for the annotation of an element, from the narrowest.
 _DTYPES = {
@@ -202,7 +201,6 @@ class _Operator:
             if element is not self._widest
         }
         self.results = self._results()
-        self._check_returned()
 
     def _check_parameters(self, parameters: Iterable[inspect.Parameter]) -> None:
         for parameter in parameters:
@@ -240,22 +238,6 @@ class _Operator:
                     f"these, got {_written(result)}"
                 )
         return list(results)
-
-    def _check_returned(self) -> None:
-        """Refuse a value that a result cannot hold, if the source shows it; or else Numba does."""
-        kinds = {name: self._element(name) for name in self._tensors}
-        kinds |= {p.name: hint for p in self._scalars if (hint := self._hints[p.name]) in _DTYPES}
-        for returned, line in returned_kinds(self._function, kinds):
-            # A wrong number of values has a message of its own.
-            for kind, result in zip(returned, self.results * (len(returned) == len(self.results))):
-                # A result of any kind can hold a bool and an int.
-                if kind in (None, bool, int) or _ORDER.index(kind) <= _ORDER.index(result):
-                    continue
-                way = "; int(...) makes an integer of a float" * (result is int)
-                raise self._error(
-                    f"is annotated to return {result.__name__}, and returns {kind.__name__} in "
-                    f"line {line}{way}"
-                )
 
     def result_type(self, result: type, common: torch.dtype) -> torch.dtype:
         """Return the dtype of a result for a common dtype of the tensors."""

@@ -136,9 +136,10 @@ def composite_backward(
 def are_recorded(*inputs: Tensor | None) -> bool:
     """Whether gradients of an operator's inputs are recorded.
 
-    The fused operators do not save the product, which their gradients need: they would have to
-    compute it again, up to a third of the work of the backward pass. A graph that torch.compile
-    traces keeps the fused operator, since the composite's checks are in C++.
+    Two steps then replace a fused operator: they save the product, which its gradients would have
+    to compute again, up to a third of the work of the backward pass. The operator cannot take two
+    steps itself: it promises one rounding in half precision, with gradients and without. A graph
+    that torch.compile traces keeps the fused operator, since the composite's checks are in C++.
     """
     return not torch.compiler.is_compiling() and any_requires_grad(*inputs)
 

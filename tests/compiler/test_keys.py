@@ -233,7 +233,7 @@ def check_edit(copy, module, seed, names):
 # Modules that find, cache, load and run kernels, or report their errors. The table of kernels says
 # how each is made and with which options; the key itself contains these.
 AROUND = {
-    *("cache", "fingerprint", "interpret", "reasons", "resolve", "sources"),
+    *("cache", "fingerprint", "inspection", "interpret", "reasons", "resolve", "sources"),
 }
 AROUND = {*(f"compiler.{name}" for name in AROUND), "flex", "flex.program", "table"}
 OF_USERS = {"user", "user.sources"}

@@ -1,6 +1,7 @@
 """numba_op defines an operator, caches its kernels, and refuses invalid functions."""
 
 import colorsys
+import linecache
 import math
 import re
 import types
@@ -192,26 +193,31 @@ def sum_of_halves(x: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "kinds", "line"),
+    ("function", "dtype", "kinds", "line"),
     [
-        (half, ("int", "float"), 1),
-        (floored, ("int", "float"), 2),
-        (is_half, ("bool", "float"), 1),
-        (as_real, ("float", "complex"), 1),
-        (half_or_none, ("int", "float"), 4),
-        (sum_of_halves, ("int", "float"), 3),
+        (half, "float32", ("float32", "int64"), 1),
+        (floored, "float64", ("float64", "int64"), 2),
+        (is_half, "float32", ("float32", "bool"), 1),
+        (as_real, "complex64", ("complex64", "float32"), 1),
+        # The line of the function, since it has two returns.
+        (half_or_none, "int64", ("float64", "int64"), 0),
+        (sum_of_halves, "int64", ("float64", "int64"), 3),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_kinds_that_the_result_cannot_hold(function, kinds, line):
-    first = function.__code__.co_firstlineno
+def test_kinds_that_the_result_cannot_hold(function, dtype, kinds, line, device):
+    """The compiler names the line that returns."""
+    name = f"foo_numba::{function.__name__}_{device}"
+    operator = library.numba_op(name, function)
     message = (
-        f"foo_numba::kinds: {function.__name__} ({__file__}:{first}) is annotated to return "
-        f"{kinds[0]}, and returns {kinds[1]} in line {first + line}"
+        f"{name}: its kernel cannot be compiled for {dtype}: the kernel returns {kinds[0]}, and "
+        f"the operator {kinds[1]}, which cannot hold it"
     )
-    message += "; int(...) makes an integer of a float" * (kinds[0] == "int")
-    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
-        library.numba_op("foo_numba::kinds", function)
+    message += "; int(...) makes an integer of a float" * (kinds[1] == "int64")
+    number = function.__code__.co_firstlineno + line
+    message += f" ({__file__}:{number}: {linecache.getline(__file__, number).strip()})"
+    with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
+        operator(torch.ones(2, dtype=getattr(torch, dtype), device=device))
 
 
 def either(x: float) -> int:

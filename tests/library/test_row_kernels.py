@@ -3,7 +3,7 @@
 import pytest
 
 from foo_ops import language
-from foo_ops.library.vmap import row_dimensions
+from foo_ops.kernels.compiler.inspection import row_dimensions
 
 
 def by_rows(input, weight, output, sums, rows):

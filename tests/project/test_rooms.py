@@ -39,6 +39,9 @@ LIBRARIES = {
         *("foo_ops/kernels/math", "foo_ops/kernels/simd"),
         *("foo_ops/info.py", "benchmarks/peaks.py"),
     ],
+    # One module reads users' functions; the other reads the text of lists.
+    "dis": ["foo_ops/kernels/compiler/inspection.py"],
+    "ast": ["foo_ops/kernels/compiler/inspection.py", "foo_ops/device/_inductor.py"],
 }
 """Folders and files that may import these third-party libraries."""
 

@@ -26,7 +26,9 @@ _thresholds = gc.get_threshold()
 def without_garbage_collection(*, leaves_garbage: bool = False) -> Iterator[None]:
     """Stop the collector, which takes a fifth of a compiler's time, and 0.1 s beside torch.
 
-    A threshold of 0 stops it, not `gc.disable`, which others may call in another thread meanwhile.
+    It would find nothing: all that a compiler makes is in use until it is done. Python has one
+    collector for all threads, and no other way to spare one of them. A threshold of 0 stops it, not
+    `gc.disable`, which others may call in another thread meanwhile.
 
     Args:
         leaves_garbage: most of the new objects are garbage in the end, as in compilation, and are

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import dis
 import enum
 import functools
 import importlib
@@ -20,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from foo_ops.kernels.compiler.inspection import attribute_names, global_names, imported_names
 from foo_ops.kernels.compiler.kernel import Fingerprint
 from foo_ops.kernels.compiler.sources import MODULES
 
@@ -307,34 +307,3 @@ def is_known(module: str | None) -> bool:
         or module == "foo_ops.language"
         or module.startswith("foo_ops.kernels.")
     )
-
-
-def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the globals that a function's code reads."""
-    return _names(code, "LOAD_GLOBAL", "LOAD_NAME")
-
-
-def imported_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the modules that a function's code imports."""
-    return _names(code, "IMPORT_NAME")
-
-
-def attribute_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the attributes that a function's code reads."""
-    return _names(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
-
-
-def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
-    return frozenset(name for operation, name in _named(code) if operation in operations)
-
-
-_NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "IMPORT_NAME")
-
-
-@functools.cache
-def _named(code: types.CodeType) -> frozenset[tuple[str, str]]:
-    """Return (operation, name) for all names in a function's code, and in code inside it."""
-    steps = dis.get_instructions(code)
-    own = frozenset((step.opname, step.argval) for step in steps if step.opname in _NAMING)
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return own.union(*map(_named, inner))

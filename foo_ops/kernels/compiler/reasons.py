@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import dis
 import math
 import os
 import re
@@ -16,6 +15,8 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from foo_ops.kernels.compiler.inspection import references
 
 # ------------------------------------------------------------------------------------------- advice
 
@@ -247,19 +248,11 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
 
 def _named_in(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[Named, Any]]:
     """Yield the values, and attributes of modules, that code and its inner code name."""
-    line, words, value = code.co_firstlineno, "", None
-    for step in dis.get_instructions(code):
-        line = getattr(step, "line_number", step.starts_line) or line
-        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and isinstance(
-            value, types.ModuleType
-        ):
-            words, value = f"{words}.{step.argval}", getattr(value, step.argval, None)
-        elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")):
-            words, value = step.argval, scope.get(step.argval)
-        else:
-            words, value = "", None
-            if isinstance(step.argval, types.CodeType):
-                yield from _named_in(step.argval, scope)
+    for (first, *attributes), line in references(code):
+        words, value = first, scope.get(first)
+        while isinstance(value, types.ModuleType) and attributes:
+            name = attributes.pop(0)
+            words, value = f"{words}.{name}", getattr(value, name, None)
         if value is not None and not isinstance(value, types.ModuleType):
             outer, _, name = words.rpartition(".")
             name = name if outer else getattr(value, "__name__", name)

@@ -103,7 +103,11 @@ def _must_stay_in_this_thread() -> bool:
 
 
 def _is_importing() -> bool:
-    """Whether this thread is importing a module, which the compiler might need too."""
+    """Whether this thread is importing a module, which the compiler might need too.
+
+    Only the frames of the import system on its stack tell: Python has no function that says
+    which thread imports. The walk is made once for each kernel.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 import importlib
 import linecache
 import os
@@ -14,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foo_ops.kernels.compiler.fingerprint import (
+from foo_ops.kernels.compiler.fingerprint import fingerprint, is_known
+from foo_ops.kernels.compiler.inspection import (
     attribute_names,
-    fingerprint,
+    events,
     global_names,
-    is_known,
+    returned_counts,
 )
 from foo_ops.kernels.compiler.kernel import (
     CHECKED,
@@ -194,8 +194,7 @@ class UserKernel(Source):
             file, line = blamed.file, blamed.line
             reason = blamed.refusal(sees_rows=self._sees_rows)
         elif file is None:
-            code = self.functions[0].__code__
-            file, line = code.co_filename, code.co_firstlineno
+            file, line = _place_in(self.functions[0], reason)
         kind = KernelTypeError if reason.startswith(WRONG_INDEX) else KernelError
         return kind(
             f"{self.operator}: its kernel cannot be compiled for {signature}: "
@@ -220,9 +219,12 @@ class _Compilable(Copies):
 _DEBUGGING = ("print", "breakpoint", "pdb")
 _NO_WITH = "a kernel has no with statement: what it enters belongs around the call of the operator"
 _NO_TRY = "a kernel has no try statement, as nothing in it raises: write if"
-# Instructions that begin such a block, each in some versions of Python.
-_ENTERING = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
-_CATCHING = ("PUSH_EXC_INFO", "SETUP_FINALLY")
+_REFUSED = {
+    "with": _NO_WITH,
+    "except": _NO_TRY,
+    "raise": "a kernel must not raise",
+    "yield": "a kernel must not yield, it has no generators",
+}
 
 
 def _refuse_python(function: types.FunctionType) -> None:
@@ -232,24 +234,17 @@ def _refuse_python(function: types.FunctionType) -> None:
     whose state would outlive a call; and debugging, whose message names the way to do it.
     """
     code = function.__code__
-    line, is_handler = code.co_firstlineno, False
-    for instruction in dis.get_instructions(code):
-        has_line = getattr(instruction, "line_number", instruction.starts_line)
-        line = has_line or line
-        place, name = f"Raised from {code.co_filename} ({line})", instruction.argval
-        if instruction.opname in _ENTERING:
-            raise TypeError(f"{_NO_WITH} {place}")
-        if is_handler and has_line:
-            raise TypeError(f"{_NO_TRY} {place}")
-        # A handler begins with an instruction without a line; the line of its except follows.
-        is_handler = is_handler or instruction.opname in _CATCHING
-        if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
-            raise TypeError(f"a kernel must not raise {place}")
-        if instruction.opname.startswith("YIELD"):
-            raise TypeError(f"a kernel must not yield, it has no generators {place}")
-        is_named = instruction.opname in ("LOAD_GLOBAL", "IMPORT_NAME") and name in _DEBUGGING
+    for event in events(code):
+        place = f"Raised from {code.co_filename} ({event.line})"
+        if event.kind in _REFUSED:
+            raise TypeError(f"{_REFUSED[event.kind]} {place}")
+        if event.kind not in ("global", "import"):
+            continue
+        name = event.value if event.kind == "import" else event.value[0]
         # A user's function may have such a name.
-        if is_named and not isinstance(function.__globals__.get(name), types.FunctionType):
+        if name in _DEBUGGING and not isinstance(
+            function.__globals__.get(name), types.FunctionType
+        ):
             raise TypeError(
                 f"compiled code has no {name}; set FOO_INTERPRET=1 to run kernels as plain Python, "
                 f"with print, pdb and exceptions {place}"
@@ -278,6 +273,14 @@ def _place_of(error: BaseException) -> tuple[str, int] | None:
         if not _is_the_compilers(file):
             return (found if os.path.isabs(found) else file), int(number)
     return None
+
+
+def _place_in(function: Callable[..., Any], reason: str) -> tuple[str, int]:
+    """Return the place of a function; of its return, if the reason is the value and it has one."""
+    code, lines = function.__code__, set()
+    if reason.startswith("the kernel returns"):
+        lines = {line for count, line in returned_counts(function) if count != 0}
+    return code.co_filename, lines.pop() if len(lines) == 1 else code.co_firstlineno
 
 
 def _shown(file: str, line: int) -> str:

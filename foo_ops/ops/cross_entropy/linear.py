@@ -102,7 +102,8 @@ def linear_cross_entropy(
     """
     require_reduction("linear_cross_entropy", reduction)
     operator = torch.ops.foo.linear_cross_entropy
-    # Exponentials of capped logits are not kept.
+    # What training keeps are results, so that it has a schema of its own. Exponentials of capped
+    # logits are not kept.
     if not softcap > 0.0 and any_requires_grad(hidden, weight, bias):
         operator = torch.ops.foo.linear_cross_entropy_training
     loss, logsumexp, mean, *_ = operator.default(

@@ -9,7 +9,6 @@ object's attributes, is traced at each call.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import threading
 import types
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from foo_ops.kernels.compiler.fingerprint import global_names
+from foo_ops.kernels.compiler.inspection import global_names, imported_names, writes_globals
 from foo_ops.ops.flex_attention.programs import Place, Recorder, Step
 from foo_ops.ops.flex_attention.trace import Traced, record
 
@@ -216,19 +215,8 @@ def _is_of_modules(name: str | None) -> bool:
 
 @functools.cache
 def _readable(code: types.CodeType) -> tuple[str, ...] | None:
-    """Return the names of a function's globals; None if it can read values without a name."""
+    """Return the names of the globals that a function reads; None if it does more with them."""
     names = global_names(code)
-    if names & READERS or any(_leaves(it) for it in _codes(code)):
+    if names & READERS or imported_names(code) or writes_globals(code):
         return None
     return tuple(sorted(names))
-
-
-def _codes(code: types.CodeType) -> list[types.CodeType]:
-    inner = [it for it in code.co_consts if isinstance(it, types.CodeType)]
-    return [code, *(one for it in inner for one in _codes(it))]
-
-
-def _leaves(code: types.CodeType) -> bool:
-    """Whether code imports modules, or writes to globals."""
-    operations = {step.opname for step in dis.get_instructions(code)}
-    return bool(operations & {"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
