@@ -2,6 +2,7 @@
 
 #include "launch/kernel_table.h"
 #include "launch/layout.h"
+#include "ops/attention/checks.h"
 #include "ops/attention/parameters.h"
 #include "ops/attention/programs.h"
 #include "ops/elementwise.h"
@@ -61,6 +62,8 @@ Agreement agreement() {
       FOO_CONSTANT(kMostIndices), FOO_CONSTANT(kHidden),       FOO_CONSTANT(kMasked),
       FOO_CONSTANT(kSeen),        FOO_CONSTANT(kMixed)};
 #undef FOO_CONSTANT
+  std::apply([&](const auto&... options) { result.attention_options = {options.name...}; },
+             kAttentionOptions);
   return result;
 }
 

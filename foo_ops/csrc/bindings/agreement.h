@@ -17,6 +17,8 @@ struct Agreement {
   // Argument types of each function.
   std::map<std::string, std::vector<std::string>> functions;
   std::map<std::string, std::variant<int64_t, double, std::string>> constants;
+  // Names of attention's options in the schemas.
+  std::vector<std::string> attention_options;
 };
 
 // Returns the facts; tests/project/test_agreement.py compares them with foo_ops/kernels.

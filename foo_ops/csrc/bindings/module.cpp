@@ -175,6 +175,7 @@ py::dict describe_agreement() {
   description["structs"] = agreement.structs;
   description["functions"] = agreement.functions;
   description["constants"] = agreement.constants;
+  description["attention_options"] = agreement.attention_options;
   return description;
 }
 
