@@ -23,22 +23,28 @@ OptionalTensor defined_or_none(const OptionalTensor& tensor) {
   return has_value(tensor) ? tensor : std::nullopt;
 }
 
-// Calls an operator of attention by the names of its arguments: first those that all have.
+// Names of arguments that all of attention's operators have, in the order of `call`.
+const std::vector<std::string> kCommon = {"alibi_slopes", "scale", "dropout_p", "window_left",
+                                          "window_right"};
+
+NamedCall named_call(const char* name, std::initializer_list<const char*> others) {
+  std::vector<std::string> names(others.begin(), others.end());
+  names.insert(names.end(), kCommon.begin(), kCommon.end());
+  return {name, names};
+}
+
 template <size_t count>
 torch::jit::Stack call(const NamedCall& operator_, const AttentionOptions& options,
                        c10::IValue (&&others)[count]) {
-  std::vector<c10::IValue> values = {options.alibi_slopes, options.scale, options.dropout_p,
-                                     options.window_left, options.window_right};
-  values.insert(values.end(), std::make_move_iterator(std::begin(others)),
-                std::make_move_iterator(std::end(others)));
+  std::vector<c10::IValue> values;
+  values.reserve(count + kCommon.size());
+  std::move(std::begin(others), std::end(others), std::back_inserter(values));
+  values.emplace_back(options.alibi_slopes);
+  values.emplace_back(options.scale);
+  values.emplace_back(options.dropout_p);
+  values.emplace_back(options.window_left);
+  values.emplace_back(options.window_right);
   return operator_(std::move(values));
-}
-
-NamedCall named_call(const char* name, std::initializer_list<const char*> others) {
-  std::vector<std::string> names = {"alibi_slopes", "scale", "dropout_p", "window_left",
-                                    "window_right"};
-  names.insert(names.end(), others.begin(), others.end());
-  return {name, names};
 }
 
 std::tuple<Tensor, Tensor> first_two(const torch::jit::Stack& results) {

@@ -43,7 +43,7 @@ bool has_elements(const OptionalTensor& tensor) {
 
 void check(const AttentionArguments& given) {
   check_attention(given);
-  const auto inputs = given.inputs();
+  const auto& inputs = given.inputs();
   if (given.has(ArgumentPlaces::kCuSeqlensQ) && has_elements(inputs.cu_seqlens_q) &&
       has_elements(inputs.cu_seqlens_k) && has_elements(inputs.seqused_k) &&
       has_elements(inputs.block_table)) {
@@ -60,7 +60,7 @@ std::tuple<Tensor, OptionalTensor> dropout_numbers(const Tensor& query, c10::Sym
 std::tuple<Tensor, OptionalTensor> draw_below_autograd(const AttentionArguments& given) {
   static const auto draw =
       find_operator("foo::attention_dropout_numbers").typed<decltype(dropout_numbers)>();
-  const auto inputs = given.inputs();
+  const auto& inputs = given.inputs();
   const at::AutoDispatchBelowAutograd guard;
   return draw.call(inputs.query, batch_of(inputs));
 }

@@ -49,52 +49,44 @@ ArgumentPlaces::ArgumentPlaces(const c10::FunctionSchema& schema)
 
 AttentionArguments::AttentionArguments(const ArgumentPlaces& places,
                                        c10::ArrayRef<c10::IValue> values)
-    : places_(places), values_(values) {
+    : places_(places),
+      values_(values),
+      inputs_{.query = tensor(ArgumentPlaces::kQuery),
+              .key = tensor(ArgumentPlaces::kKey),
+              .value = tensor(ArgumentPlaces::kValue),
+              .alibi_slopes = optional(ArgumentPlaces::kAlibiSlopes),
+              .sinks = optional(ArgumentPlaces::kSinks),
+              .attn_bias = optional(ArgumentPlaces::kAttnBias),
+              .cu_seqlens_q = tensor(ArgumentPlaces::kCuSeqlensQ),
+              .cu_seqlens_k = tensor(ArgumentPlaces::kCuSeqlensK),
+              .seqused_k = optional(ArgumentPlaces::kSequsedK),
+              .block_table = optional(ArgumentPlaces::kBlockTable),
+              .key_scale = tensor(ArgumentPlaces::kKeyScale),
+              .value_scale = tensor(ArgumentPlaces::kValueScale),
+              .dropout_heads = optional(ArgumentPlaces::kDropoutHeads)} {
   for (size_t i = 0; i < optionals_.size(); ++i) {
     const int64_t place = places[static_cast<ArgumentPlaces::Tensor>(kFirstOptional + i)];
     if (place >= 0) optionals_[i] = values[place].toOptional<at::Tensor>();
   }
+  const auto read = [&]<class Value>(const AttentionOption<Value>& option, int64_t place) {
+    if (place >= 0) options_.*option.member = values[place].to<Value>();
+  };
+  std::apply(
+      [&](const auto&... each) {
+        size_t i = 0;
+        (read(each, places.option(i++)), ...);
+      },
+      kAttentionOptions);
 }
 
 const at::Tensor& AttentionArguments::tensor(ArgumentPlaces::Tensor name) const {
   return places_.has(name) ? values_[places_[name]].toTensor() : kNoTensor;
 }
 
-AttentionInputs AttentionArguments::inputs() const {
-  using Places = ArgumentPlaces;
-  return {.query = tensor(Places::kQuery),
-          .key = tensor(Places::kKey),
-          .value = tensor(Places::kValue),
-          .alibi_slopes = optional(Places::kAlibiSlopes),
-          .sinks = optional(Places::kSinks),
-          .attn_bias = optional(Places::kAttnBias),
-          .cu_seqlens_q = tensor(Places::kCuSeqlensQ),
-          .cu_seqlens_k = tensor(Places::kCuSeqlensK),
-          .seqused_k = optional(Places::kSequsedK),
-          .block_table = optional(Places::kBlockTable),
-          .key_scale = tensor(Places::kKeyScale),
-          .value_scale = tensor(Places::kValueScale),
-          .dropout_heads = optional(Places::kDropoutHeads)};
-}
-
 AttentionResults AttentionArguments::results() const {
   using Places = ArgumentPlaces;
   return {tensor(Places::kGradOutput), tensor(Places::kGradLogsumexp), tensor(Places::kOutput),
           tensor(Places::kLogsumexp)};
-}
-
-AttentionOptions AttentionArguments::options() const {
-  AttentionOptions options;
-  const auto read = [&]<class Value>(const AttentionOption<Value>& option, int64_t place) {
-    if (place >= 0) options.*option.member = values_[place].to<Value>();
-  };
-  std::apply(
-      [&](const auto&... each) {
-        size_t i = 0;
-        (read(each, places_.option(i++)), ...);
-      },
-      kAttentionOptions);
-  return options;
 }
 
 namespace {
@@ -407,8 +399,8 @@ void check_dropout_heads(const char* name, const at::Tensor& query,
 
 void check_attention(const AttentionArguments& arguments) {
   using Places = ArgumentPlaces;
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   if (arguments.has(Places::kKeyScale)) {
     check_attention_int8_cache(inputs, options);
     return;

@@ -141,12 +141,14 @@ class ArgumentPlaces {
 class AttentionArguments {
  public:
   AttentionArguments(const ArgumentPlaces& places, c10::ArrayRef<c10::IValue> values);
+  AttentionArguments(const AttentionArguments&) = delete;
+  AttentionArguments& operator=(const AttentionArguments&) = delete;
 
   const char* name() const { return places_.name().c_str(); }
   bool has(ArgumentPlaces::Tensor name) const { return places_.has(name); }
-  AttentionInputs inputs() const;
+  const AttentionInputs& inputs() const { return inputs_; }
+  const AttentionOptions& options() const { return options_; }
   AttentionResults results() const;
-  AttentionOptions options() const;
   const std::optional<at::Tensor>& seed() const { return optional(ArgumentPlaces::kSeed); }
 
  private:
@@ -160,6 +162,8 @@ class AttentionArguments {
   const ArgumentPlaces& places_;
   c10::ArrayRef<c10::IValue> values_;
   std::array<std::optional<at::Tensor>, ArgumentPlaces::kTensors - kFirstOptional> optionals_;
+  AttentionInputs inputs_;
+  AttentionOptions options_;
 };
 
 // Wraps a function of AttentionArguments that returns a tuple of tensors as a boxed kernel. From

@@ -88,8 +88,8 @@ using Outputs = std::tuple<at::Tensor, at::Tensor>;
 // foo::attention and foo::attention_seeded.
 Outputs attention(const AttentionArguments& arguments) {
   check_attention(arguments);
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto seed = seed_of(arguments, options);
   const at::Tensor output = make_output(inputs.query, inputs.value.size(3));
   const at::Tensor logsumexp = make_logsumexp(inputs.query);
@@ -104,8 +104,8 @@ Outputs attention(const AttentionArguments& arguments) {
 
 AttentionGradients attention_backward(const AttentionArguments& arguments) {
   check_attention(arguments);
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto results = arguments.results();
   Extras extras;
   auto parameters = make_parameters(inputs);

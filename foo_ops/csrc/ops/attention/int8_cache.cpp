@@ -111,8 +111,8 @@ Places read_places(const Tensor& query, const Tensor& key, const OptionalTensor&
 
 std::tuple<Tensor, Tensor> attention_int8_cache(const AttentionArguments& arguments) {
   check_attention(arguments);
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto& [query, key, value, block_table] =
       std::tie(inputs.query, inputs.key, inputs.value, inputs.block_table);
   const Places places = read_places(query, key, inputs.seqused_k, block_table);

@@ -209,8 +209,8 @@ using Outputs = std::tuple<at::Tensor, at::Tensor>;
 // foo::attention_varlen and foo::attention_varlen_seeded.
 Outputs attention_varlen(const AttentionArguments& arguments) {
   check_attention(arguments);
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto lengths = lengths_of("attention_varlen", inputs, options);
   const auto& query = inputs.query;
   PackedCall call(inputs, lengths, options, seed_of(arguments, options));
@@ -276,8 +276,8 @@ PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& giv
 
 PackedGradients attention_varlen_backward(const AttentionArguments& arguments) {
   check_attention(arguments);
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto backward = inputs.block_table.has_value() ? &paged_backward : &packed_backward;
   return backward(inputs, lengths_of("attention_varlen", inputs, options), options,
                   arguments.results(), arguments.seed());
