@@ -122,8 +122,7 @@ class ArgumentPlaces {
 
   explicit ArgumentPlaces(const c10::FunctionSchema& schema);
 
-  // The operator's name in messages: that of the operator whose gradients it computes, or to which
-  // it adds a seed.
+  // The operator's name in messages: "attention" also for attention_seeded.
   const std::string& name() const { return name_; }
   bool has(Tensor tensor) const { return tensors_[tensor] >= 0; }
   // Returns the argument's index, or -1 if the operator has no such argument.
