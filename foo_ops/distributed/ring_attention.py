@@ -15,7 +15,7 @@ from foo_ops import _C
 from foo_ops.distributed.sequence import LENGTH, Layout, Part, Ring, gather_objects
 from foo_ops.library.operators import dtype_name
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention.options import AttentionOptions, given_options
+from foo_ops.ops.attention.options import DEFAULTS, given_options
 
 # ------------------------------------------------------------------------------------------- checks
 
@@ -67,10 +67,9 @@ def error_of(
     """Return the error in the arguments of this process, or None."""
     query, key, value, slopes, sinks = (tensors[name] for name in NAMES)
     bias = tensors["attn_bias"]
-    names = ("scale", "window_left", "window_right", "softcap")
-    checked = AttentionOptions(**{name: options[name] for name in names}).checked()
+    given = {name: it for name, it in options.items() if name in DEFAULTS}
     try:
-        _C.check_attention(query, key, value, None, slopes, sinks, *checked)
+        _C.check_attention("foo::attention", (query, key, value, None, slopes, sinks), given)
     except (ValueError, TypeError) as error:
         return type(error)(f"ring_{error}")
     assert query is not None
@@ -130,7 +129,7 @@ def require_bias(rank: int, its: dict[str, Any], keys: int) -> None:
     tensors = [torch.empty(it, dtype=its["dtype"], device="meta") for it in whole.values()]
     bias = torch.empty(shapes["attn_bias"], dtype=its["bias dtype"], device="meta")
     try:
-        _C.check_attention(*tensors, bias, None, None, *AttentionOptions().checked())
+        _C.check_attention("foo::attention", (*tensors, bias), {})
     except (ValueError, TypeError) as error:
         raise type(error)(f"ring_{error} (on rank {rank})") from None
 
@@ -318,7 +317,7 @@ class RingAttention(torch.autograd.Function):
             for part in call.layout.parts(call.ring.rank, step.source):
                 merged.add(
                     part.queries,
-                    *torch.ops.foo.attention_part(
+                    *torch.ops.foo.attention_seeded(
                         query[:, :, part.queries],
                         step.key[:, :, part.keys],
                         step.value[:, :, part.keys],
@@ -424,7 +423,7 @@ def differentiate(
 ) -> tuple[Tensor, ...]:
     """Return the gradients for a part of the keys."""
     grad_output, grad_logsumexp, query, output, logsumexp = rows
-    gradients: tuple[Tensor, ...] = torch.ops.foo.attention_part_backward(
+    gradients: tuple[Tensor, ...] = torch.ops.foo.attention_backward(
         grad_output, grad_logsumexp, query, key, value, attn_bias, slopes, None, output, logsumexp,
         None, **options,
     )  # fmt: skip

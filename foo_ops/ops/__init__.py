@@ -5,7 +5,6 @@ Imported at the first use of an operator: see foo_ops/_operators.py.
 
 from foo_ops import _operators
 from foo_ops.ops.abs import abs
-from foo_ops.ops.attention import part  # noqa: F401
 from foo_ops.ops.attention.dense import attention
 from foo_ops.ops.attention.int8_cache import attention_int8_cache, quantize_cache
 from foo_ops.ops.attention.varlen import attention_varlen

@@ -344,6 +344,12 @@ def refused():
         message = f"Operator foo.{operator}.default does not have a sharding strategy registered."
         with refuses(NotImplementedError, message):
             call_flex(operator, query, mesh)
+    seed = placed(torch.zeros(1, dtype=torch.int64), mesh, [Replicate()])
+    with refuses(
+        NotImplementedError,
+        "attention_seeded: dropout_heads must be given if DTensors have dropout, got None",
+    ):
+        torch.ops.foo.attention_seeded(query, query, query, seed=seed, dropout_p=0.5)
     target = placed(torch.zeros(4, dtype=torch.int64), mesh, [Replicate()])
     with refuses(
         TypeError, "softmax_cross_entropy: target must be a DTensor as others are, got a Tensor"

@@ -88,7 +88,7 @@ import sys, torch, foo_ops
 assert "torch.distributed.tensor" not in sys.modules
 import torch.distributed.tensor as tensor
 known = tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-names = ["abs", "attention_part", "attention_varlen_part"]
+names = ["abs", "attention_seeded", "attention_varlen_seeded"]
 names += ["rms_norm", "rotary_embedding", "silu_mul"]
 assert all(getattr(torch.ops.foo, name).default in known for name in names)
 foo_ops.library.define("sharding_test::later", "(Tensor a) -> Tensor")

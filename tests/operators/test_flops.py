@@ -10,7 +10,11 @@ import foo_ops
 from foo_ops import library
 
 # Operators that only draw random numbers from integers, or copy.
-NOT_COUNTED = {"foo::attention_dropout_mask", "foo::cache_append"}
+NOT_COUNTED = {
+    "foo::attention_dropout_mask",
+    "foo::attention_dropout_numbers",
+    "foo::cache_append",
+}
 
 
 def flops(function, *arguments, **keywords):

@@ -1,11 +1,13 @@
 """C++ and the kernels, written in Python, agree on all that both define."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 from numba.core import types
 
+import foo_ops.distributed
 from foo_ops import _C
 from foo_ops.kernels.attention import decode, operands, programs
 from foo_ops.kernels.compiler import kernel, processor
@@ -21,9 +23,13 @@ from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.simd import memory
 from foo_ops.kernels.simd.types import ELEMENTS, Pointer
 from foo_ops.kernels.user import codes, elementwise, tile
+from foo_ops.ops.attention.options import AttentionOptions
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")
+# The operators of attention, and the options of packed ones that are no scores'.
+KINDS = ("", "_seeded", "_backward")
+LENGTHS = ("max_seqlen_q", "max_seqlen_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +194,36 @@ def test_programs():
         ("gradient_strides", dimensions, 8 * captured.GRADIENT_STRIDES),
     ]
     assert 8 * captured.WORDS == 8 * captured.GRADIENT_STRIDES + 8 * captured.MOST_DIMENSIONS
+
+
+def keywords_of(function):
+    """Return the names of a function's keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return {it.name for it in parameters if it.kind is it.KEYWORD_ONLY}
+
+
+def test_options_of_attention():
+    """Schemas, public functions, the dataclass and the struct of C++ have the same options."""
+    of_dataclass = {field.name for field in dataclasses.fields(AttentionOptions)}
+    forms = [f"attention{form}{kind}" for form in ("", "_varlen") for kind in KINDS]
+    operators = [getattr(torch.ops.foo, name).default for name in (*forms, "attention_int8_cache")]
+    of_schemas = [
+        {it.name for it in operator._schema.arguments if it.kwarg_only} for operator in operators
+    ]
+    of_cpp = _C.agreement()["attention_options"]
+    assert len(of_cpp) == len(set(of_cpp))
+    assert set(of_cpp) == set.union(*of_schemas)
+    assert set(of_cpp) == of_dataclass | {*LENGTHS, "attn_bias_requires_grad"}
+    # The operators that take a seed, and their gradients, have all.
+    assert of_schemas[1] == of_dataclass == of_schemas[2] - {"attn_bias_requires_grad"}
+    public = of_dataclass - {"part_offset"}
+    assert public == of_schemas[0] == keywords_of(foo_ops.attention) - {"return_logsumexp"}
+    packed = public - {"is_causal"} | {*LENGTHS}
+    assert [packed] * 3 == of_schemas[3:6]
+    assert packed == keywords_of(foo_ops.attention_varlen) - {"return_logsumexp"}
+    assert of_schemas[6] == keywords_of(foo_ops.attention_int8_cache)
+    own = {"group", "is_balanced", "return_logsumexp"}
+    assert public - {"dropout_p"} == keywords_of(foo_ops.distributed.ring_attention) - own
 
 
 def functions():

@@ -1,60 +1,54 @@
 #include "aten/attention_operators.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_permuted.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "launch/named_call.h"
 
 namespace foo::aten {
 namespace {
 
 using at::Tensor;
 
-// Option for scores without a soft cap.
-constexpr double kNoSoftcap = 0.0;
-
 OptionalTensor defined_or_none(const OptionalTensor& tensor) {
   return has_value(tensor) ? tensor : std::nullopt;
 }
 
-using Forward = std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& key,
-                                           const Tensor& value, const OptionalTensor& attn_bias,
-                                           const OptionalTensor& alibi_slopes,
-                                           const OptionalTensor& sinks, const OptionalTensor& seed,
-                                           bool is_causal, std::optional<double> scale,
-                                           double dropout_p, c10::SymInt window_left,
-                                           c10::SymInt window_right, double softcap);
+// Names of arguments that all of attention's operators have, in the order of `call`.
+const std::vector<std::string> kCommon = {"alibi_slopes", "scale", "dropout_p", "window_left",
+                                          "window_right"};
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
-    const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
-    const OptionalTensor& seed, bool attn_bias_requires_grad, bool is_causal,
-    std::optional<double> scale, double dropout_p, c10::SymInt window_left,
-    c10::SymInt window_right, double softcap);
+NamedCall named_call(const char* name, std::initializer_list<const char*> others) {
+  std::vector<std::string> names(others.begin(), others.end());
+  names.insert(names.end(), kCommon.begin(), kCommon.end());
+  return {name, names};
+}
 
-using VarlenForward = std::tuple<Tensor, Tensor>(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k, const OptionalTensor& block_table,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& seed,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale, double dropout_p,
-    int64_t window_left, int64_t window_right, double softcap);
+template <size_t count>
+torch::jit::Stack call(const NamedCall& operator_, const AttentionOptions& options,
+                       c10::IValue (&&others)[count]) {
+  std::vector<c10::IValue> values;
+  values.reserve(count + kCommon.size());
+  std::move(std::begin(others), std::end(others), std::back_inserter(values));
+  values.emplace_back(options.alibi_slopes);
+  values.emplace_back(options.scale);
+  values.emplace_back(options.dropout_p);
+  values.emplace_back(options.window_left);
+  values.emplace_back(options.window_right);
+  return operator_(std::move(values));
+}
 
-using VarlenBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    const OptionalTensor& seqused_k, const OptionalTensor& block_table,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const Tensor& output,
-    const Tensor& logsumexp, const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
-    double softcap);
-
-template <class Signature>
-auto typed_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+std::tuple<Tensor, Tensor> first_two(const torch::jit::Stack& results) {
+  return {results[0].toTensor(), results[1].toTensor()};
 }
 
 // Makes a tensor of other sizes whose dimensions have the query's memory order.
@@ -83,10 +77,10 @@ Tensor laid_out_like(const Tensor& query, const Tensor& result) {
 std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const OptionalTensor& mask, const OptionalTensor& seed,
                                      const AttentionOptions& options) {
-  static const auto forward = typed_operator<Forward>("foo::attention_seeded");
-  return forward.call(query, key, value, defined_or_none(mask), options.alibi_slopes, std::nullopt,
-                      seed, options.is_causal, options.scale, options.dropout_p,
-                      options.window_left, options.window_right, kNoSoftcap);
+  static const auto forward = named_call(
+      "foo::attention_seeded", {"query", "key", "value", "attn_bias", "seed", "is_causal"});
+  return first_two(
+      call(forward, options, {query, key, value, defined_or_none(mask), seed, options.is_causal}));
 }
 
 AttentionGradients attention_backward(const Tensor& grad_output, const Tensor& query,
@@ -94,24 +88,30 @@ AttentionGradients attention_backward(const Tensor& grad_output, const Tensor& q
                                       const OptionalTensor& mask, const Tensor& output,
                                       const Tensor& logsumexp, const OptionalTensor& seed,
                                       bool mask_requires_grad, const AttentionOptions& options) {
-  static const auto backward = typed_operator<Backward>("foo::attention_backward");
-  const auto [grad_query, grad_key, grad_value, grad_mask, grad_slopes, grad_sinks] =
-      backward.call(grad_output, at::zeros_like(logsumexp), query, key, value,
-                    defined_or_none(mask), options.alibi_slopes, std::nullopt, output, logsumexp,
-                    seed, mask_requires_grad, options.is_causal, options.scale, options.dropout_p,
-                    options.window_left, options.window_right, kNoSoftcap);
-  return {grad_query, grad_key, grad_value, mask_requires_grad ? grad_mask : Tensor()};
+  static const auto backward =
+      named_call("foo::attention_backward",
+                 {"grad_output", "grad_logsumexp", "query", "key", "value", "attn_bias", "output",
+                  "logsumexp", "seed", "attn_bias_requires_grad", "is_causal"});
+  const auto gradients =
+      call(backward, options,
+           {grad_output, at::zeros_like(logsumexp), query, key, value, defined_or_none(mask),
+            output, logsumexp, seed, mask_requires_grad, options.is_causal});
+  return {gradients[0].toTensor(), gradients[1].toTensor(), gradients[2].toTensor(),
+          mask_requires_grad ? gradients[3].toTensor() : Tensor()};
 }
 
 std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& key,
                                             const Tensor& value, const PackedSequences& sequences,
                                             const OptionalTensor& seed,
                                             const AttentionOptions& options) {
-  static const auto forward = typed_operator<VarlenForward>("foo::attention_varlen_seeded");
-  return forward.call(query, key, value, sequences.starts_q, sequences.starts_k, sequences.used_k,
-                      sequences.block_table, options.alibi_slopes, std::nullopt, seed,
-                      sequences.longest_q, sequences.longest_k, options.scale, options.dropout_p,
-                      options.window_left, options.window_right, kNoSoftcap);
+  static const auto forward =
+      named_call("foo::attention_varlen_seeded",
+                 {"query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
+                  "block_table", "seed", "max_seqlen_q", "max_seqlen_k"});
+  return first_two(
+      call(forward, options,
+           {query, key, value, sequences.starts_q, sequences.starts_k, sequences.used_k,
+            sequences.block_table, seed, sequences.longest_q, sequences.longest_k}));
 }
 
 AttentionGradients attention_varlen_backward(const Tensor& grad_output, const Tensor& query,
@@ -119,13 +119,16 @@ AttentionGradients attention_varlen_backward(const Tensor& grad_output, const Te
                                              const PackedSequences& sequences, const Tensor& output,
                                              const Tensor& logsumexp, const OptionalTensor& seed,
                                              const AttentionOptions& options) {
-  static const auto backward = typed_operator<VarlenBackward>("foo::attention_varlen_backward");
-  const auto [grad_query, grad_key, grad_value, grad_slopes, grad_sinks] = backward.call(
-      grad_output, at::zeros_like(logsumexp), query, key, value, sequences.starts_q,
-      sequences.starts_k, sequences.used_k, sequences.block_table, options.alibi_slopes,
-      std::nullopt, output, logsumexp, seed, sequences.longest_q, sequences.longest_k,
-      options.scale, options.dropout_p, options.window_left, options.window_right, kNoSoftcap);
-  return {grad_query, grad_key, grad_value, Tensor()};
+  static const auto backward = named_call(
+      "foo::attention_varlen_backward",
+      {"grad_output", "grad_logsumexp", "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k",
+       "seqused_k", "block_table", "output", "logsumexp", "seed", "max_seqlen_q", "max_seqlen_k"});
+  const auto gradients =
+      call(backward, options,
+           {grad_output, at::zeros_like(logsumexp), query, key, value, sequences.starts_q,
+            sequences.starts_k, sequences.used_k, sequences.block_table, output, logsumexp, seed,
+            sequences.longest_q, sequences.longest_k});
+  return {gradients[0].toTensor(), gradients[1].toTensor(), gradients[2].toTensor(), Tensor()};
 }
 
 }  // namespace foo::aten

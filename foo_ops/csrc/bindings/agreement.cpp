@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "launch/kernel_table.h"
 #include "launch/layout.h"
+#include "ops/attention/checks.h"
 #include "ops/attention/parameters.h"
 #include "ops/attention/programs.h"
 #include "ops/elementwise.h"
@@ -33,6 +34,8 @@ struct Agreement {
   // Argument types of each function.
   std::map<std::string, std::vector<std::string>> functions;
   std::map<std::string, std::variant<int64_t, double, std::string>> constants;
+  // Names of attention's options in the schemas.
+  std::vector<std::string> attention_options;
 };
 
 template <class Struct>
@@ -85,6 +88,8 @@ Agreement agreement() {
       FOO_CONSTANT(kMostIndices), FOO_CONSTANT(kHidden),       FOO_CONSTANT(kMasked),
       FOO_CONSTANT(kSeen),        FOO_CONSTANT(kMixed)};
 #undef FOO_CONSTANT
+  std::apply([&](const auto&... options) { result.attention_options = {options.name...}; },
+             kAttentionOptions);
   return result;
 }
 
@@ -97,6 +102,7 @@ void bind_agreement(py::module_& module) {
     description["structs"] = found.structs;
     description["functions"] = found.functions;
     description["constants"] = found.constants;
+    description["attention_options"] = found.attention_options;
     return description;
   });
 }

@@ -1,6 +1,7 @@
 #include "bindings/checks.h"
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "launch/overlap.h"
@@ -8,8 +9,6 @@
 #include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/attention/checks.h"
-#include "ops/attention/flex.h"
-#include "ops/attention/int8_cache.h"
 #include "ops/experts/experts.h"
 #include "ops/experts/groups.h"
 #include "ops/linear/cross_entropy.h"
@@ -43,30 +42,21 @@ void bind_linear_checks(py::module_& module) {
 }
 
 void bind_attention_checks(py::module_& module) {
-  using Optional = const std::optional<at::Tensor>&;
-  using Tensor = const at::Tensor&;
-  module.def(
-      "check_attention",
-      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
-                                     Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     const c10::SymInt& window_left,
-                                     const c10::SymInt& window_right, double softcap) {
-        check_attention({query, key, value, alibi_slopes, sinks, attn_bias},
-                        {false, {}, dropout_p, window_left, window_right, softcap});
-      }));
-  module.def(
-      "check_attention_varlen",
-      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,
-                                     Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
-                                     Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     const c10::SymInt& window_left,
-                                     const c10::SymInt& window_right, double softcap) {
-        check_attention_varlen({query, key, value, alibi_slopes, sinks, kNotGiven, cu_seqlens_q,
-                                cu_seqlens_k, seqused_k, block_table},
-                               {false, {}, dropout_p, window_left, window_right, softcap});
-      }));
+  module.def("check_attention",
+             torch::wrap_pybind_function(
+                 [](const std::string& name, const py::tuple& args, const py::dict& kwargs) {
+                   const auto op = find_operator(name);
+                   const auto values = torch::jit::createStackForSchema(
+                       op.schema(), args, py::kwargs(kwargs), std::nullopt);
+                   check_attention({ArgumentPlaces(op.schema()), values});
+                 }));
+  module.def("check_attention_dropout_mask",
+             torch::wrap_pybind_function(
+                 [](const at::Tensor& seed, const std::vector<c10::SymInt>& shape, double dropout_p,
+                    const std::optional<at::Tensor>& dropout_heads, at::ScalarType dtype) {
+                   check_attention_dropout_mask(seed, shape, dropout_p, dropout_heads, dtype);
+                 }));
   module.def("check_attention_results", torch::wrap_pybind_function(check_attention_results));
-  module.def("check_attention_int8_cache", torch::wrap_pybind_function(check_attention_int8_cache));
   module.def("check_flex_attention", torch::wrap_pybind_function(check_flex_attention));
   module.def("check_flex_attention_varlen",
              torch::wrap_pybind_function(check_flex_attention_varlen));
@@ -76,10 +66,6 @@ void bind_attention_checks(py::module_& module) {
                                             const std::vector<bool>& requires_grad) {
                check_captured_requirements(name.c_str(), captured, requires_grad);
              }));
-  module.def("check_attention_bias", torch::wrap_pybind_function(check_attention_bias));
-  module.def("check_attention_seed", torch::wrap_pybind_function(check_attention_seed));
-  module.def("check_attention_dropout_heads",
-             torch::wrap_pybind_function(check_attention_dropout_heads));
 }
 
 // Binds checks of operators with `out` arguments.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.library.operators import dtype_name
 from foo_ops.library.symbols import is_known
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
+from foo_ops.ops.attention.dtensor import draw_numbers, register_heads, register_rule
 from foo_ops.ops.attention.options import DEFAULTS, AttentionOptions, given_options, schema
 from foo_ops.ops.attention.vmap import (
     FUSED,
     make_forward_rule,
+    padded,
     vmap_backward,
     vmap_fused,
     vmap_fused_backward,
@@ -36,15 +38,23 @@ RANDOM_TAGS: tuple[torch.Tag, ...] = (*TAGS, torch.Tag.nondeterministic_seeded)
 
 library.define("foo::attention", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
 
-# The same with dropout's seed as an argument; autograd records this operator.
+# The same with more arguments; autograd records this operator:
+# - seed: of dropout, (1,) int64.
+# - dropout_heads: (B, Hq) int64, the numbers of heads, batch * Hq + head, if these are a part of
+#   the heads of several processes. Dropout draws by these numbers, and so keeps the same weights
+#   as in one process.
+# - part_offset: see AttentionOptions.
+NUMBERS = "Tensor? seed=None, Tensor? dropout_heads=None"
+OWN_OPTIONS = schema(*DEFAULTS, "part_offset")
 library.define(
-    "foo::attention_seeded", f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}", tags=TAGS
+    "foo::attention_seeded", f"({INPUTS}, {NUMBERS}, *, {OWN_OPTIONS}) -> {OUTPUTS}", tags=TAGS
 )
 
 SAVED = (
     "Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
-    f"Tensor? seed, *, bool attn_bias_requires_grad=False, {OPTIONS}"
+    "Tensor? seed, Tensor? dropout_heads=None, *, bool attn_bias_requires_grad=False, "
+    f"{OWN_OPTIONS}"
 )
 
 # The gradients of alibi_slopes and sinks have size 0 if these are None, that of attn_bias if it is
@@ -59,8 +69,16 @@ library.define(
 # 1.0 for the weights that dropout keeps, else 0.0, in the shape (batch, heads, queries, keys).
 library.define(
     "foo::attention_dropout_mask",
-    "(Tensor seed, SymInt[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
+    "(Tensor seed, SymInt[] shape, float dropout_p, Tensor? dropout_heads=None, *, "
+    "ScalarType dtype) -> Tensor",
     tags=TAGS,
+)
+
+# Draws the seed of a call that is differentiated, dense or packed. DTensor also numbers the heads.
+library.define(
+    "foo::attention_dropout_numbers",
+    "(Tensor query, SymInt batch) -> (Tensor seed, Tensor? dropout_heads)",
+    tags=RANDOM_TAGS,
 )
 
 
@@ -145,31 +163,18 @@ def attention(
 # ------------------------------------------------------------------------------------ fake kernels
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    **options: Any,
-) -> None:
-    checked = AttentionOptions(**options).checked()
-    _C.check_attention(query, key, value, attn_bias, alibi_slopes, sinks, *checked)
+def make_fake(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(
+        query: Tensor, key: Tensor, value: Tensor, *added: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        _C.check_attention(name, (query, key, value, *added), options)
+        return empty_results(query, value)
+
+    return fake
 
 
-@library.register_fake("foo::attention")
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    return empty_results(query, value)
+for name in ("foo::attention", "foo::attention_seeded"):
+    library.register_fake(name, make_fake(name))
 
 
 def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,22 +198,6 @@ def _has_heads_inside(query: Tensor) -> bool:
     return is_known(outer < inner) or any(is_known(inner == it) for it in row)
 
 
-@library.register_fake("foo::attention_seeded")
-def fake_seeded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    outputs = fake(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    _C.check_attention_seed("attention", query, seed, options.get("dropout_p", 0.0))
-    return outputs
-
-
 def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:
     return query.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
 
@@ -217,14 +206,9 @@ def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:
 def fake_backward(
     *saved: Any, attn_bias_requires_grad: bool = False, **options: Any
 ) -> tuple[Tensor, ...]:
-    grad_output, grad_logsumexp, *inputs, output, logsumexp, seed = saved
-    query, key, value, attn_bias, alibi_slopes, sinks = inputs
-    _check(*inputs, **options)
-    _C.check_attention_results(
-        "attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
-    )
-    _C.check_attention_seed("attention_backward", query, seed, options.get("dropout_p", 0.0))
-    _C.check_attention_bias(attn_bias, attn_bias_requires_grad)
+    options["attn_bias_requires_grad"] = attn_bias_requires_grad
+    _C.check_attention("foo::attention_backward", saved, options)
+    query, key, value, attn_bias, alibi_slopes, sinks = saved[2:8]
     bias = attn_bias if attn_bias_requires_grad else None
     tensors = (query, key, value, bias, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
@@ -232,20 +216,14 @@ def fake_backward(
 
 @library.register_fake("foo::attention_dropout_mask")
 def fake_dropout_mask(
-    seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.dtype
+    seed: Tensor,
+    shape: list[int],
+    dropout_p: float,
+    dropout_heads: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
 ) -> Tensor:
-    if len(shape) != 4:
-        raise ValueError(f"attention_dropout_mask: shape must have 4 dimensions, got {len(shape)}")
-    if dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"attention_dropout_mask: dtype must be float32 or float64, got {dtype_name(dtype)}"
-        )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(
-            "attention_dropout_mask: dropout_p must be at least 0 and less than 1, got "
-            f"{dropout_p:g}"
-        )
-    _C.check_attention_seed("attention_dropout_mask", seed, seed, dropout_p)
+    _C.check_attention_dropout_mask(seed, shape, dropout_p, dropout_heads, dtype)
     return seed.new_empty(shape, dtype=dtype)
 
 
@@ -259,35 +237,43 @@ def composite_seeded(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    seed: Tensor | None = None,
+    *numbers: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute foo::attention_seeded with torch's own operators."""
-    return composite(
-        query, key, value, attn_bias, alibi_slopes, sinks, **dropped(query, key, seed, options)
-    )
+    keywords = keywords_of_composite(query, key, numbers, options)
+    return composite(query, key, value, attn_bias, alibi_slopes, sinks, **keywords)
 
 
 def composite_backward(
     *saved: Any, attn_bias_requires_grad: bool = False, **options: Any
 ) -> tuple[Tensor, ...]:
     """Compute foo::attention_backward with torch's own operators."""
-    grad_output, grad_logsumexp, *inputs, _, _, seed = saved
+    if options.get("part_offset") is not None:
+        # The logsumexp may be that of more keys than are here.
+        raise NotImplementedError(
+            "attention_backward: second derivatives are not supported with part_offset"
+        )
+    grad_output, grad_logsumexp, *inputs = saved[:8]
     query, key = inputs[:2]
     gradients = composite_gradients(
-        grad_output, grad_logsumexp, *inputs, **dropped(query, key, seed, options)
+        grad_output,
+        grad_logsumexp,
+        *inputs,
+        **keywords_of_composite(query, key, saved[10:], options),
     )
     if not attn_bias_requires_grad:
         gradients = gradients._replace(attn_bias=None)
     return tuple(query.new_empty(0) if grad is None else grad for grad in gradients)
 
 
-def dropped(
-    query: Tensor, key: Tensor, seed: Tensor | None, options: dict[str, Any]
+def keywords_of_composite(
+    query: Tensor, key: Tensor, numbers: tuple[Tensor | None, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a composite."""
     given = AttentionOptions(**options)
-    mask = make_dropout_mask(query, (*query.shape[:3], key.shape[2]), seed, given.dropout_p)
+    seed, dropout_heads = padded(numbers, 2)
+    shape = (*query.shape[:3], key.shape[2])
+    mask = make_dropout_mask(query, shape, seed, dropout_heads, given.dropout_p)
     return {"dropout_mask": mask, "options": given}
 
 
@@ -298,10 +284,19 @@ library.register_autograd("foo::attention_backward", composite=composite_backwar
 SEEDED["foo::attention"] = "foo::attention_seeded"
 
 
-# --------------------------------------------------------------------------- vmap, autocast, FLOPs
+# ----------------------------------------------------------------- sharding, vmap, autocast, FLOPs
 
 
-library.register_sharding("foo::attention_dropout_mask", ". -> .")
+HEADS = "b h . ., b h . ., b h . ."
+ADDED = "b h . ., b h, b h"
+register_heads(
+    "foo::attention",
+    tensors=6,
+    sharding=f"{HEADS}, {ADDED}, ., b h -> b h . ., b h .",
+    of_gradients=(f"b h . ., b h ., {HEADS}, {ADDED}, b h . ., b h ., ., b h -> {HEADS}, {ADDED}"),
+)
+register_rule("foo::attention_dropout_numbers", draw_numbers)
+library.register_sharding("foo::attention_dropout_mask", "., . -> .")
 library.register_autocast("foo::attention")
 library.register_autocast("foo::attention_seeded")
 

@@ -1,6 +1,6 @@
 """Differentiate attention twice, dense and packed, by a composite of torch's own operators.
 
-The first derivatives are kernels; csrc/ops/attention/autograd.cpp calls them.
+The first derivatives are kernels.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from foo_ops.ops.attention.options import AttentionOptions
 
 
 def make_dropout_mask(
-    query: Tensor, shape: tuple[int, ...], seed: Tensor | None, dropout_p: float
+    query: Tensor,
+    shape: tuple[int, ...],
+    seed: Tensor | None,
+    dropout_heads: Tensor | None,
+    dropout_p: float,
 ) -> Tensor | None:
     """Make the dropout mask: 1.0 for each weight that is kept, else 0.0; None without a seed."""
     if seed is None:
         return None
     return torch.ops.foo.attention_dropout_mask(
-        seed, shape, dropout_p, dtype=compute_type(query.dtype)
+        seed, shape, dropout_p, dropout_heads, dtype=compute_type(query.dtype)
     )
 
 
@@ -103,7 +107,7 @@ def attend(
         scores = scores + attn_bias.to(compute)
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(compute).unsqueeze(-1).unsqueeze(-1)
-        scores = scores - slopes * distances(scores).abs()
+        scores = scores - slopes * distances(scores, options).abs()
     scores = scores.masked_fill(~sees, -math.inf)
     extended = scores
     if sinks is not None:
@@ -176,7 +180,7 @@ def composite_gradients(
     if attn_bias is not None and attn_bias.dtype != torch.bool:
         grad_bias = grad_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
     if alibi_slopes is not None:
-        each = -(grad_scores * distances(grad_scores).abs()).sum((-2, -1))
+        each = -(grad_scores * distances(grad_scores, options).abs()).sum((-2, -1))
         grad_slopes = each.sum_to_size(alibi_slopes.shape).to(alibi_slopes.dtype)
     if sinks is not None:
         assert attended.sink_weights is not None
@@ -214,16 +218,17 @@ def tanh(x: Tensor) -> Tensor:
     return torch.tanh(x).detach() + (smooth - smooth.detach())
 
 
-def distances(scores: Tensor) -> Tensor:
-    """Return the distance of each query from each key: i + Sk - Sq - j."""
+def distances(scores: Tensor, options: AttentionOptions) -> Tensor:
+    """Return the distance of each query from each key: i + Sk - Sq - j, or i + part_offset - j."""
     queries, keys = scores.shape[-2:]
-    positions = torch.arange(queries, device=scores.device).unsqueeze(-1) + keys - queries
+    offset = keys - queries if options.part_offset is None else options.part_offset
+    positions = torch.arange(queries, device=scores.device).unsqueeze(-1) + offset
     return positions - torch.arange(keys, device=scores.device)
 
 
 def visible(scores: Tensor, options: AttentionOptions) -> Tensor:
     """Return the mask of the keys that each query sees, (Sq, Sk), without attn_bias."""
-    distance = distances(scores)
+    distance = distances(scores, options)
     sees = torch.ones_like(distance, dtype=torch.bool)
     if options.is_causal:
         sees = sees.tril()

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention.dense import product_flops
+from foo_ops.ops.attention.dense import OUTPUTS, product_flops
+from foo_ops.ops.attention.options import PACKED, given_options, schema
 
 NAME = "attention_int8_cache"
+# All but dropout's.
+OPTIONS = tuple(name for name in PACKED if name != "dropout_p")
 library.define(
     f"foo::{NAME}",
     "(Tensor query, Tensor key, Tensor value, Tensor key_scale, Tensor value_scale, "
-    "Tensor? sinks=None, Tensor? seqused_k=None, Tensor? block_table=None, *, float? scale=None, "
-    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0) "
-    "-> (Tensor output, Tensor logsumexp)",
+    "Tensor? sinks=None, Tensor? seqused_k=None, Tensor? block_table=None, *, "
+    f"{schema(*OPTIONS)}) -> {OUTPUTS}",
     tags=torch.Tag.pt2_compliant_tag,
 )
 LARGEST = 127
@@ -74,8 +76,9 @@ def attention_int8_cache(
         >>> foo_ops.attention_int8_cache(last, keys, values, key_scale, value_scale)[0].shape
         torch.Size([1, 2, 1, 8])
     """
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    options |= {"window_left": window_left, "window_right": window_right}
+    options = given_options(
+        scale=scale, window_left=window_left, window_right=window_right, softcap=softcap
+    )
     return torch.ops.foo.attention_int8_cache.default(
         query, key, value, key_scale, value_scale, sinks, seqused_k, block_table, **options
     )
@@ -108,22 +111,9 @@ def quantize_cache(input: Tensor) -> tuple[Tensor, Tensor]:
 
 @library.register_fake(f"foo::{NAME}")
 def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-    sinks: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, *added: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    tensors = (query, key, value, key_scale, value_scale, sinks, seqused_k, block_table)
-    _C.check_attention_int8_cache(*tensors, window_left, window_right, softcap)
+    _C.check_attention(f"foo::{NAME}", (query, key, value, *added), options)
     output = query.new_empty(*query.shape[:3], value.shape[3])
     return output, query.new_empty(query.shape[:3], dtype=compute_type(query.dtype))
 

@@ -8,15 +8,23 @@ from typing import Any
 import torch
 
 # The types of fields as schemas write them.
-_SCHEMA_TYPES = {"bool": "bool", "int": "SymInt", "float": "float", "float | None": "float?"}
+_SCHEMA_TYPES = {
+    "bool": "bool",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "float": "float",
+    "float | None": "float?",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
     """The keyword arguments of attention, and their defaults.
 
-    csrc/ops/attention has the same struct. `foo_ops.attention` documents the options, and
-    foo_ops/ops/attention/part.py documents part_offset, which is not public.
+    csrc/ops/attention/checks.h has the same struct. `foo_ops.attention` documents the options.
+    part_offset is not public: the keys are then a part of all keys, query i stands at key
+    i + part_offset, to which windows and ALiBi are aligned, and a backward pass may get the
+    logsumexp of all keys.
     """
 
     is_causal: bool = False
@@ -27,21 +35,17 @@ class AttentionOptions:
     softcap: float = 0.0
     part_offset: int | None = None
 
-    def checked(self) -> tuple[float, int, int, float]:
-        """Return the options that a check can refuse, in the order of the C++ functions."""
-        return self.dropout_p, self.window_left, self.window_right, self.softcap
 
-
-DEFAULTS = dataclasses.asdict(AttentionOptions())
-del DEFAULTS["part_offset"]
+_FIELDS = {field.name: field for field in dataclasses.fields(AttentionOptions)}
+DEFAULTS = {name: it.default for name, it in _FIELDS.items() if name != "part_offset"}
 # Packed sequences are causal by ``window_right=0``.
 PACKED = tuple(name for name in DEFAULTS if name != "is_causal")
 
 
 def schema(*names: str) -> str:
     """Write options as a schema does: ``float? scale=None, float dropout_p=0.0``."""
-    types = {field.name: str(field.type) for field in dataclasses.fields(AttentionOptions)}
-    return ", ".join(f"{_SCHEMA_TYPES[types[name]]} {name}={DEFAULTS[name]}" for name in names)
+    fields = map(_FIELDS.__getitem__, names)
+    return ", ".join(f"{_SCHEMA_TYPES[str(it.type)]} {it.name}={it.default}" for it in fields)
 
 
 def given_options(**options: Any) -> dict[str, Any]:

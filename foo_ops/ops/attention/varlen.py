@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention.dense import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
+from foo_ops.ops.attention.dense import NUMBERS, OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
 from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
+from foo_ops.ops.attention.dtensor import register_heads
 from foo_ops.ops.attention.options import PACKED, AttentionOptions, given_options, schema
-from foo_ops.ops.attention.vmap import make_packed_forward_rule, vmap_packed_backward
+from foo_ops.ops.attention.vmap import make_packed_forward_rule, padded, vmap_packed_backward
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (
@@ -26,16 +27,16 @@ INPUTS = (
 library.define("foo::attention_varlen", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
 library.define(
     "foo::attention_varlen_seeded",
-    f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}",
+    f"({INPUTS}, {NUMBERS}, *, {OPTIONS}) -> {OUTPUTS}",
     tags=TAGS,
 )
 library.define(
     "foo::attention_varlen_backward",
     "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, Tensor? seed, *, "
-    f"{OPTIONS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
-    "Tensor grad_alibi_slopes, Tensor grad_sinks)",
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, Tensor? seed, "
+    f"Tensor? dropout_heads=None, *, {OPTIONS}) -> (Tensor grad_query, Tensor grad_key, "
+    "Tensor grad_value, Tensor grad_alibi_slopes, Tensor grad_sinks)",
     tags=TAGS,
 )
 
@@ -123,41 +124,30 @@ def attention_varlen(
 # ------------------------------------------------------------------------------------ fake kernels
 
 
-def check_inputs(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> None:
+def check_inputs(*inputs: Any, **options: Any) -> None:
     """Refuse shapes, dtypes and options that do not fit, without reading the tensors' values."""
-    missing = (None,) * (9 - len(inputs))
-    checked = AttentionOptions(**options).checked()
-    _C.check_attention_varlen(*inputs, *missing, *checked)
+    _C.check_attention("foo::attention_varlen", inputs, options)
 
 
-@library.register_fake("foo::attention_varlen")
-def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    check_inputs(*inputs, **options)
-    query, _, value = inputs[:3]
-    total, heads = query.shape[:2]
-    output = query.new_empty(total, heads, value.shape[-1])
-    return output, query.new_empty((heads, total), dtype=compute_type(query.dtype))
+def make_fake(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        _C.check_attention(name, inputs, options)
+        query, _, value = inputs[:3]
+        total, heads = query.shape[:2]
+        output = query.new_empty(total, heads, value.shape[-1])
+        return output, query.new_empty((heads, total), dtype=compute_type(query.dtype))
+
+    return fake
 
 
-@library.register_fake("foo::attention_varlen_seeded")
-def fake_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    outputs = fake(*inputs[:9], **options)
-    seed = inputs[9] if len(inputs) > 9 else None
-    _C.check_attention_seed("attention_varlen", inputs[0], seed, options.get("dropout_p", 0.0))
-    return outputs
+for name in ("foo::attention_varlen", "foo::attention_varlen_seeded"):
+    library.register_fake(name, make_fake(name))
 
 
 @library.register_fake("foo::attention_varlen_backward")
-def fake_backward(
-    grad_output: Tensor, grad_logsumexp: Tensor, *saved: Any, **options: Any
-) -> tuple[Tensor, ...]:
-    *inputs, output, logsumexp, seed = saved
-    query, key, value, *_, alibi_slopes, sinks = inputs
-    check_inputs(*inputs, **options)
-    _C.check_attention_results(
-        "attention_varlen_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
-    )
-    _C.check_attention_seed("attention_varlen_backward", query, seed, options.get("dropout_p", 0.0))
+def fake_backward(*saved: Any, **options: Any) -> tuple[Tensor, ...]:
+    _C.check_attention("foo::attention_varlen_backward", saved, options)
+    query, key, value, *_, alibi_slopes, sinks = saved[2:11]
     tensors = (query, key, value, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
 
@@ -182,15 +172,18 @@ class Sequence:
     options: dict[str, Any]
 
 
-def sequences_of(inputs: list[Any], seed: Tensor | None, **options: Any) -> Iterator[Sequence]:
-    """Yield packed sequences one by one, with torch's own operators."""
-    inputs = [*inputs, *(None,) * (9 - len(inputs))]
-    query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
+def sequences_of(*inputs: Any, **options: Any) -> Iterator[Sequence]:
+    """Yield packed sequences one by one, with torch's own operators.
+
+    The arguments are those of foo::attention_varlen_seeded.
+    """
+    query, key, value, starts_q, starts_k, used, block_table, *added = padded(inputs, 11)
+    alibi_slopes, sinks, seed, dropout_heads = added
     given = AttentionOptions(**{name: options[name] for name in PACKED if name in options})
     offsets_q, offsets_k = starts_q.tolist(), starts_k.tolist()
     lengths = (starts_k.diff() if used is None else used).tolist()
     mask_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
-    dropout_mask = make_dropout_mask(query, mask_shape, seed, given.dropout_p)
+    dropout_mask = make_dropout_mask(query, mask_shape, seed, dropout_heads, given.dropout_p)
     for index, (first, end, count) in enumerate(zip(offsets_q, offsets_q[1:], lengths)):
         if block_table is None:
             keys = torch.arange(offsets_k[index], offsets_k[index] + count, device=key.device)
@@ -251,10 +244,9 @@ def with_part(gradient: Tensor, part: Tensor | None, index: int) -> Tensor:
 def composite_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Compute foo::attention_varlen_seeded with torch's own operators, a sequence at a time."""
     query, _, value, *_ = inputs
-    seed = inputs[9] if len(inputs) > 9 else None
     outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
     sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]
-    for sequence in sequences_of(list(inputs[:9]), seed, **options):
+    for sequence in sequences_of(*inputs, **options):
         output, logsumexp = composite(*sequence.arguments, **sequence.options)
         outputs.append(as_packed(output))
         sums.append(logsumexp.squeeze(0))
@@ -265,13 +257,13 @@ def composite_backward(
     grad_output: Tensor, grad_logsumexp: Tensor, *saved: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     """Compute foo::attention_varlen_backward with torch's own operators."""
-    *inputs, _, _, seed = saved
+    inputs, numbers = saved[:9], saved[11:]
     query, key, value, *_, block_table, alibi_slopes, sinks = inputs
     grad_query = [query[:0]]
     grad_key, grad_value = (zeros_of(key_rows(tensor, block_table)) for tensor in (key, value))
     grad_slopes = query.new_empty(0) if alibi_slopes is None else torch.zeros_like(alibi_slopes)
     grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks)
-    for index, sequence in enumerate(sequences_of(inputs, seed, **options)):
+    for index, sequence in enumerate(sequences_of(*inputs, *numbers, **options)):
         rows = sequence.queries
         found = composite_gradients(
             as_batch(grad_output[rows]),
@@ -302,8 +294,15 @@ library.register_autograd("foo::attention_varlen_backward", composite=composite_
 SEEDED["foo::attention_varlen"] = "foo::attention_varlen_seeded"
 
 
-# --------------------------------------------------------------------------- vmap, autocast, FLOPs
+# ----------------------------------------------------------------- sharding, vmap, autocast, FLOPs
 
+HEADS = "h ., h ., h ., ., ., ., ., h, h"
+register_heads(
+    "foo::attention_varlen",
+    tensors=9,
+    sharding=f"{HEADS}, ., . h -> h ., h .",
+    of_gradients=f"h ., h ., {HEADS}, h ., h ., ., . h -> h ., h ., h ., h, h",
+)
 library.register_autocast("foo::attention_varlen")
 library.register_autocast("foo::attention_varlen_seeded")
 for name in ("foo::attention_varlen", "foo::attention_varlen_seeded"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +100,10 @@ def make_forward_rule(name: str) -> Callable[..., Any]:
     """
 
     def vmap(info: Any, in_dims: Dims, *inputs: Tensor | None, **options: Any) -> Any:
-        dims, tensors = padded(in_dims, 7), padded(inputs, 7)
-        query, key, value, attn_bias, alibi_slopes, sinks, seed = tensors
+        dims, tensors = padded(in_dims, 6)[:6], padded(inputs, 8)
+        query, key, value, attn_bias, alibi_slopes, sinks, *numbers = tensors
         operator = find(name)
-        if seed is not None:
+        if any(it is not None for it in numbers):
             return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
         fold = _fold(info, query, dims[0])
         if attn_bias is not None:
@@ -120,10 +120,11 @@ def vmap_backward(
     info: Any, in_dims: Dims, *inputs: Any, attn_bias_requires_grad: bool = False, **options: Any
 ) -> Any:
     """Compute the gradients of all mapped calls in one, as the forward pass does."""
-    *first, attn_bias, alibi_slopes, sinks, output, logsumexp, seed = inputs
+    given, numbers = inputs[:10], inputs[10:]
+    *first, attn_bias, alibi_slopes, sinks, output, logsumexp = given
     options["attn_bias_requires_grad"] = attn_bias_requires_grad
     operator = torch.ops.foo.attention_backward.default
-    if seed is not None:
+    if any(it is not None for it in numbers):
         return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
     fold = _fold(info, first[2], in_dims[2])
     bias = attn_bias
@@ -282,22 +283,24 @@ def of_rows(tensor: Tensor, in_dim: int | None, calls: int) -> Tensor:
     return tensor.movedim(in_dim, 1).flatten(1)
 
 
-def is_loop(calls: int, dims: Inputs, seed: Tensor | None) -> bool:
+def is_loop(calls: int, dims: Inputs, numbers: Sequence[Tensor | None]) -> bool:
     """Whether calls are mapped by a loop.
 
-    Dropout depends on the place among the sequences. Mapped starts have to be right for each call.
+    Dropout, which has numbers, depends on the place among the sequences. Mapped starts have to be
+    right for each call.
     """
-    return calls == 0 or seed is not None or dims[3:5] != (None, None)
+    has_dropout = any(it is not None for it in numbers)
+    return calls == 0 or has_dropout or dims[3:5] != (None, None)
 
 
 def make_packed_forward_rule(name: str) -> Callable[..., Any]:
     """Make the rule of foo::attention_varlen or foo::attention_varlen_seeded."""
 
     def vmap(info: Any, in_dims: Dims, *inputs: Tensor | None, **options: Any) -> Any:
-        *tensors, seed = padded(inputs, 10)
+        tensors, numbers = padded(inputs, 9)[:9], inputs[9:]
         dims = Inputs(*padded(in_dims, 9)[:9])
         operator = find(name)
-        if is_loop(info.batch_size, dims, seed):
+        if is_loop(info.batch_size, dims, numbers):
             return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
         fold = PackedFold(info.batch_size, dims, shares_pages=True)
         output, logsumexp = operator(*fold.inputs(Inputs(*tensors)), **options)
@@ -308,10 +311,10 @@ def make_packed_forward_rule(name: str) -> Callable[..., Any]:
 
 def vmap_packed_backward(info: Any, in_dims: Dims, *inputs: Any, **options: Any) -> Any:
     """Compute the gradients of all mapped calls in one, as the forward pass does."""
-    grad_output, grad_logsumexp, *tensors, output, logsumexp, seed = inputs
+    grad_output, grad_logsumexp, *tensors, output, logsumexp = inputs[:13]
     given, dims, calls = Inputs(*tensors), Inputs(*in_dims[2:11]), info.batch_size
     operator = torch.ops.foo.attention_varlen_backward.default
-    if is_loop(calls, dims, seed):
+    if is_loop(calls, dims, inputs[13:]):
         return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
     fold = PackedFold(calls, dims, shares_pages=False)
     of_batch = Fold(calls, given.cu_seqlens_q.shape[0] - 1)

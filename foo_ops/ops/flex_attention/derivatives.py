@@ -198,11 +198,10 @@ def composite_varlen(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute foo::flex_attention_varlen, with the same arguments, a sequence at a time."""
-    inputs: list[Any] = [query, key, value, *sequences]
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
     sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]
-    for number, sequence in enumerate(sequences_of(inputs, None, **lengths)):
+    for number, sequence in enumerate(sequences_of(query, key, value, *sequences, **lengths)):
         own_query, own_key, own_value, *_ = sequence.arguments
         output, logsumexp = composite(
             own_query, own_key, own_value, captured, first_batch=number, **options

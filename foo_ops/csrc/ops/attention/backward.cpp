@@ -403,12 +403,12 @@ at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
 
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool attn_bias_requires_grad,
-                                bool is_packed, ProgramCall* programs) {
+                                const AttentionOptions& options, bool is_packed,
+                                ProgramCall* programs) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
   // The whole gradient of the bias is written: no keys are left out.
-  const auto bounds = attn_bias_requires_grad
+  const auto bounds = options.attn_bias_requires_grad
                           ? std::nullopt
                           : MaskBounds::of(parameters, query.scalar_type(), options);
   std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options, bounds);
@@ -426,7 +426,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
     most_blocks = std::max(most_blocks, block.block + 1);
   }
   std::optional<BiasGradient> bias;
-  if (attn_bias_requires_grad) {
+  if (options.attn_bias_requires_grad) {
     bias.emplace(parameters, *inputs.attn_bias, type);
   }
   const SharedSums shared = bias.has_value()      ? bias->sharing()

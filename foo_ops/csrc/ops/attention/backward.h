@@ -83,7 +83,7 @@ using AttentionGradients =
 // (batch, heads, length, dim).
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool attn_bias_requires_grad,
-                                bool is_packed, ProgramCall* programs = nullptr);
+                                const AttentionOptions& options, bool is_packed,
+                                ProgramCall* programs = nullptr);
 
 }  // namespace foo

@@ -4,96 +4,89 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <string_view>
 
 #include "launch/kernel_table.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 
 namespace foo {
 
 namespace {
 
-// In the order of ArgumentPlaces::Name.
-constexpr const char* kArgumentNames[] = {"query",          "key",
-                                          "value",          "cu_seqlens_q",
-                                          "cu_seqlens_k",   "grad_output",
-                                          "grad_logsumexp", "output",
-                                          "logsumexp",      "attn_bias_requires_grad",
-                                          "is_causal",      "scale",
-                                          "dropout_p",      "window_left",
-                                          "window_right",   "softcap",
-                                          "max_seqlen_q",   "max_seqlen_k",
-                                          "part_offset",    "attn_bias",
-                                          "alibi_slopes",   "sinks",
-                                          "seqused_k",      "block_table",
-                                          "seed",           "dropout_heads"};
-static_assert(std::size(kArgumentNames) == ArgumentPlaces::kNames);
+// In the order of ArgumentPlaces::Tensor.
+constexpr const char* kTensorNames[] = {
+    "query",        "key",         "value",          "key_scale",   "value_scale", "cu_seqlens_q",
+    "cu_seqlens_k", "grad_output", "grad_logsumexp", "output",      "logsumexp",   "attn_bias",
+    "alibi_slopes", "sinks",       "seqused_k",      "block_table", "seed",        "dropout_heads"};
+static_assert(std::size(kTensorNames) == ArgumentPlaces::kTensors);
+
+// Returns the argument's index, or -1.
+int64_t place_of(const c10::FunctionSchema& schema, const char* name) {
+  const auto index = schema.argumentIndexWithName(name);
+  return index.has_value() ? *index : -1;
+}
 
 }  // namespace
 
-ArgumentPlaces::ArgumentPlaces(const c10::FunctionSchema& schema) {
-  for (size_t name = 0; name < kNames; ++name) {
-    const auto index = schema.argumentIndexWithName(kArgumentNames[name]);
-    places_[name] = index.has_value() ? *index : -1;
-  }
+c10::SymInt batch_of(const AttentionInputs& inputs) {
+  const bool is_packed = inputs.cu_seqlens_q.defined();
+  return is_packed ? inputs.cu_seqlens_q.sym_size(0) - 1 : inputs.query.sym_size(0);
+}
+
+ArgumentPlaces::ArgumentPlaces(const c10::FunctionSchema& schema)
+    : name_(short_name(schema.name())) {
+  constexpr std::string_view kSeeded = "_seeded";
+  if (name_.ends_with(kSeeded)) name_.resize(name_.size() - kSeeded.size());
+  for (size_t i = 0; i < kTensors; ++i) tensors_[i] = place_of(schema, kTensorNames[i]);
+  std::apply(
+      [&](const auto&... options) {
+        size_t i = 0;
+        ((options_[i++] = place_of(schema, options.name)), ...);
+      },
+      kAttentionOptions);
 }
 
 AttentionArguments::AttentionArguments(const ArgumentPlaces& places,
                                        c10::ArrayRef<c10::IValue> values)
-    : places_(places), values_(values) {
+    : places_(places),
+      values_(values),
+      inputs_{.query = tensor(ArgumentPlaces::kQuery),
+              .key = tensor(ArgumentPlaces::kKey),
+              .value = tensor(ArgumentPlaces::kValue),
+              .alibi_slopes = optional(ArgumentPlaces::kAlibiSlopes),
+              .sinks = optional(ArgumentPlaces::kSinks),
+              .attn_bias = optional(ArgumentPlaces::kAttnBias),
+              .cu_seqlens_q = tensor(ArgumentPlaces::kCuSeqlensQ),
+              .cu_seqlens_k = tensor(ArgumentPlaces::kCuSeqlensK),
+              .seqused_k = optional(ArgumentPlaces::kSequsedK),
+              .block_table = optional(ArgumentPlaces::kBlockTable),
+              .key_scale = tensor(ArgumentPlaces::kKeyScale),
+              .value_scale = tensor(ArgumentPlaces::kValueScale),
+              .dropout_heads = optional(ArgumentPlaces::kDropoutHeads)} {
   for (size_t i = 0; i < optionals_.size(); ++i) {
-    const int64_t place = places[static_cast<ArgumentPlaces::Name>(kFirstOptional + i)];
+    const int64_t place = places[static_cast<ArgumentPlaces::Tensor>(kFirstOptional + i)];
     if (place >= 0) optionals_[i] = values[place].toOptional<at::Tensor>();
   }
+  const auto read = [&]<class Value>(const AttentionOption<Value>& option, int64_t place) {
+    if (place >= 0) options_.*option.member = values[place].to<Value>();
+  };
+  std::apply(
+      [&](const auto&... each) {
+        size_t i = 0;
+        (read(each, places.option(i++)), ...);
+      },
+      kAttentionOptions);
 }
 
-const at::Tensor& AttentionArguments::tensor(ArgumentPlaces::Name name) const {
-  return places_[name] < 0 ? kNoTensor : values_[places_[name]].toTensor();
-}
-
-AttentionInputs AttentionArguments::inputs() const {
-  using Places = ArgumentPlaces;
-  return {.query = tensor(Places::kQuery),
-          .key = tensor(Places::kKey),
-          .value = tensor(Places::kValue),
-          .alibi_slopes = optional(Places::kAlibiSlopes),
-          .sinks = optional(Places::kSinks),
-          .attn_bias = optional(Places::kAttnBias),
-          .cu_seqlens_q = tensor(Places::kCuSeqlensQ),
-          .cu_seqlens_k = tensor(Places::kCuSeqlensK),
-          .seqused_k = optional(Places::kSequsedK),
-          .block_table = optional(Places::kBlockTable),
-          .dropout_heads = optional(Places::kDropoutHeads)};
+const at::Tensor& AttentionArguments::tensor(ArgumentPlaces::Tensor name) const {
+  return places_.has(name) ? values_[places_[name]].toTensor() : kNoTensor;
 }
 
 AttentionResults AttentionArguments::results() const {
   using Places = ArgumentPlaces;
   return {tensor(Places::kGradOutput), tensor(Places::kGradLogsumexp), tensor(Places::kOutput),
           tensor(Places::kLogsumexp)};
-}
-
-AttentionOptions AttentionArguments::options() const {
-  using Places = ArgumentPlaces;
-  const auto value = [&](Places::Name name) -> const c10::IValue& {
-    return values_[places_[name]];
-  };
-  AttentionOptions options{.scale = value(Places::kScale).toOptional<double>(),
-                           .dropout_p = value(Places::kDropoutP).toDouble(),
-                           .window_left = value(Places::kWindowLeft).toSymInt(),
-                           .window_right = value(Places::kWindowRight).toSymInt(),
-                           .softcap = value(Places::kSoftcap).toDouble()};
-  if (places_[Places::kIsCausal] >= 0) options.is_causal = value(Places::kIsCausal).toBool();
-  if (places_[Places::kMaxSeqlenQ] >= 0) {
-    options.max_seqlen_q = value(Places::kMaxSeqlenQ).toSymInt();
-    options.max_seqlen_k = value(Places::kMaxSeqlenK).toSymInt();
-  }
-  if (places_[Places::kPartOffset] >= 0) {
-    options.part_offset = value(Places::kPartOffset).toOptional<c10::SymInt>();
-  }
-  return options;
-}
-
-bool AttentionArguments::attn_bias_requires_grad() const {
-  return values_[places_[ArgumentPlaces::kBiasRequiresGrad]].toBool();
 }
 
 namespace {
@@ -191,15 +184,7 @@ struct Checker {
   void check_options(const AttentionOptions& options) const {
     TORCH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < 1.0, name,
                       ": dropout_p must be at least 0 and less than 1, got ", options.dropout_p);
-    TORCH_CHECK_VALUE(holds(options.window_left.sym_ge(-1)), name,
-                      ": window_left must be at least 0, or -1 for no bound, got ",
-                      options.window_left);
-    TORCH_CHECK_VALUE(holds(options.window_right.sym_ge(-1)), name,
-                      ": window_right must be at least 0, or -1 for no bound, got ",
-                      options.window_right);
-    TORCH_CHECK_VALUE(options.softcap >= 0.0 && std::isfinite(options.softcap), name,
-                      ": softcap must be positive and finite, or 0 for none, got ",
-                      options.softcap);
+    check_scores(name, options);
   }
 
   // Checks cu_seqlens, seqused_k or block_table.
@@ -295,18 +280,6 @@ void check_dense(const char* name, const AttentionInputs& inputs) {
   checker.check_groups(q[1], k[1]);
 }
 
-void check_attention(const AttentionInputs& inputs, const AttentionOptions& options) {
-  const Checker checker{"attention", inputs.query};
-  check_dense(checker.name, inputs);
-  const auto q = inputs.query.sym_sizes();
-  if (inputs.attn_bias.has_value()) {
-    check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
-  }
-  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, q[0], q[1]);
-  checker.check_of_heads("sinks", inputs.sinks, q[0], q[1]);
-  checker.check_options(options);
-}
-
 void check_packed(const char* name, const AttentionInputs& inputs) {
   const Checker checker{name, inputs.query};
   const bool paged = inputs.block_table.has_value();
@@ -321,14 +294,15 @@ void check_packed(const char* name, const AttentionInputs& inputs) {
   check_sequences(checker, inputs);
 }
 
-void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options) {
-  const Checker checker{"attention_varlen", inputs.query};
-  check_packed(checker.name, inputs);
-  const auto sequences = inputs.cu_seqlens_q.sym_size(0) - 1;
-  const auto heads = inputs.query.sym_size(1);
-  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, sequences, heads);
-  checker.check_of_heads("sinks", inputs.sinks, sequences, heads);
-  checker.check_options(options);
+void check_scores(const char* name, const AttentionOptions& options) {
+  TORCH_CHECK_VALUE(holds(options.window_left.sym_ge(-1)), name,
+                    ": window_left must be at least 0, or -1 for no bound, got ",
+                    options.window_left);
+  TORCH_CHECK_VALUE(holds(options.window_right.sym_ge(-1)), name,
+                    ": window_right must be at least 0, or -1 for no bound, got ",
+                    options.window_right);
+  TORCH_CHECK_VALUE(options.softcap >= 0.0 && std::isfinite(options.softcap), name,
+                    ": softcap must be positive and finite, or 0 for none, got ", options.softcap);
 }
 
 void check_attention_results(const char* name, const at::Tensor& grad_output,
@@ -359,22 +333,38 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
   check("logsumexp", logsumexp, compute, rows);
 }
 
-void check_attention_bias(const std::optional<at::Tensor>& attn_bias,
-                          bool attn_bias_requires_grad) {
-  if (attn_bias_requires_grad) {
-    TORCH_CHECK_VALUE(
-        attn_bias.has_value(),
-        "attention_backward: attn_bias must be given if attn_bias_requires_grad, got None");
-    TORCH_CHECK_TYPE(
-        at::isFloatingType(attn_bias->scalar_type()),
-        "attention_backward: attn_bias must be floating-point if attn_bias_requires_grad, "
-        "got ",
-        dtype_name(attn_bias->scalar_type()));
+namespace {
+
+void check_inputs(const AttentionInputs& inputs, const AttentionOptions& options, bool is_packed) {
+  const Checker checker{is_packed ? "attention_varlen" : "attention", inputs.query};
+  if (is_packed) {
+    check_packed(checker.name, inputs);
+  } else {
+    check_dense(checker.name, inputs);
+    if (inputs.attn_bias.has_value()) {
+      check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
+    }
   }
+  const auto batch = batch_of(inputs), heads = inputs.query.sym_size(1);
+  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, batch, heads);
+  checker.check_of_heads("sinks", inputs.sinks, batch, heads);
+  checker.check_options(options);
 }
 
-void check_attention_seed(const char* name, const at::Tensor& query,
-                          const std::optional<at::Tensor>& seed, double dropout_p) {
+// Only a bias of floating-point numbers has a gradient.
+void check_bias_gradient(const std::optional<at::Tensor>& attn_bias) {
+  TORCH_CHECK_VALUE(
+      attn_bias.has_value(),
+      "attention_backward: attn_bias must be given if attn_bias_requires_grad, got None");
+  TORCH_CHECK_TYPE(
+      at::isFloatingType(attn_bias->scalar_type()),
+      "attention_backward: attn_bias must be floating-point if attn_bias_requires_grad, got ",
+      dtype_name(attn_bias->scalar_type()));
+}
+
+// A seed must be given exactly if there is dropout.
+void check_seed(const char* name, const at::Tensor& query, const std::optional<at::Tensor>& seed,
+                double dropout_p) {
   TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0), name,
                     ": seed must be given if dropout_p is not 0, and only then, got ",
                     seed.has_value() ? "one" : "None", " with dropout_p ", dropout_p);
@@ -388,14 +378,13 @@ void check_attention_seed(const char* name, const at::Tensor& query,
   }
 }
 
-void check_attention_dropout_heads(const char* name, const at::Tensor& query,
-                                   const std::optional<at::Tensor>& dropout_heads,
-                                   const c10::SymInt& batch) {
+void check_dropout_heads(const char* name, const at::Tensor& query,
+                         const std::optional<at::Tensor>& dropout_heads, const c10::SymInt& batch,
+                         const c10::SymInt& heads) {
   if (!dropout_heads.has_value()) {
     return;
   }
   const auto sizes = dropout_heads->sym_sizes();
-  const auto heads = query.sym_size(1);
   TORCH_CHECK_VALUE(dropout_heads->device() == query.device(), name, ": dropout_heads must be on ",
                     query.device(), " as query is, got ", dropout_heads->device());
   TORCH_CHECK_TYPE(dropout_heads->scalar_type() == at::kLong, name,
@@ -404,6 +393,44 @@ void check_attention_dropout_heads(const char* name, const at::Tensor& query,
   TORCH_CHECK_VALUE(have_sizes(sizes, expected), name,
                     ": dropout_heads must have shape [B, Hq] = [", batch, ", ", heads, "], got ",
                     sizes);
+}
+
+}  // namespace
+
+void check_attention(const AttentionArguments& arguments) {
+  using Places = ArgumentPlaces;
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
+  if (arguments.has(Places::kKeyScale)) {
+    check_attention_int8_cache(inputs, options);
+    return;
+  }
+  const bool is_packed = arguments.has(Places::kCuSeqlensQ);
+  check_inputs(inputs, options, is_packed);
+  if (arguments.has(Places::kGradOutput)) {
+    const auto results = arguments.results();
+    check_attention_results(arguments.name(), results.grad_output, results.grad_logsumexp,
+                            inputs.query, inputs.value, results.output, results.logsumexp);
+  }
+  if (arguments.has(Places::kSeed)) {
+    check_seed(arguments.name(), inputs.query, arguments.seed(), options.dropout_p);
+    check_dropout_heads(arguments.name(), inputs.query, inputs.dropout_heads, batch_of(inputs),
+                        inputs.query.sym_size(1));
+  }
+  if (options.attn_bias_requires_grad) check_bias_gradient(inputs.attn_bias);
+}
+
+void check_attention_dropout_mask(const at::Tensor& seed, c10::SymIntArrayRef shape,
+                                  double dropout_p, const std::optional<at::Tensor>& dropout_heads,
+                                  at::ScalarType dtype) {
+  constexpr const char* kName = "attention_dropout_mask";
+  TORCH_CHECK_VALUE(shape.size() == 4, kName, ": shape must have 4 dimensions, got ", shape.size());
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kName,
+                   ": dtype must be float32 or float64, got ", dtype_name(dtype));
+  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0, kName,
+                    ": dropout_p must be at least 0 and less than 1, got ", dropout_p);
+  check_seed(kName, seed, seed, dropout_p);
+  check_dropout_heads(kName, seed, dropout_heads, shape[0], shape[1]);
 }
 
 }  // namespace foo

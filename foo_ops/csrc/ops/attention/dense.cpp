@@ -85,59 +85,28 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
-               const std::optional<at::Tensor>& seed) {
-  const auto& query = inputs.query;
-  const at::Tensor output = make_output(query, inputs.value.size(3));
-  const at::Tensor logsumexp = make_logsumexp(query);
+// foo::attention and foo::attention_seeded.
+Outputs attention(const AttentionArguments& arguments) {
+  check_attention(arguments);
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
+  const auto seed = seed_of(arguments, options);
+  const at::Tensor output = make_output(inputs.query, inputs.value.size(3));
+  const at::Tensor logsumexp = make_logsumexp(inputs.query);
   Extras extras;
   auto parameters = make_parameters(inputs);
   set_options(parameters, extras, inputs, options, seed);
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
-  run_forward(parameters, query, sequences_of(parameters), options);
+  run_forward(parameters, inputs.query, sequences_of(parameters), options);
   return {output, logsumexp};
 }
 
-Outputs attention_seeded(const AttentionArguments& arguments) {
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
-  check_attention(inputs, options);
-  check_attention_seed("attention", inputs.query, arguments.seed(), options.dropout_p);
-  check_attention_dropout_heads("attention", inputs.query, inputs.dropout_heads,
-                                inputs.query.size(0));
-  return attend(inputs, options, arguments.seed());
-}
-
-// Unboxed: this is called for every layer of a model.
-Outputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                  const std::optional<at::Tensor>& attn_bias,
-                  const std::optional<at::Tensor>& alibi_slopes,
-                  const std::optional<at::Tensor>& sinks, bool is_causal,
-                  std::optional<double> scale, double dropout_p, int64_t window_left,
-                  int64_t window_right, double softcap) {
-  const AttentionInputs inputs{.query = query,
-                               .key = key,
-                               .value = value,
-                               .alibi_slopes = alibi_slopes,
-                               .sinks = sinks,
-                               .attn_bias = attn_bias};
-  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
-  check_attention(inputs, options);
-  return attend(inputs, options, draw_seed(query, dropout_p));
-}
-
 AttentionGradients attention_backward(const AttentionArguments& arguments) {
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
+  check_attention(arguments);
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto results = arguments.results();
-  check_attention(inputs, options);
-  check_attention_results("attention_backward", results.grad_output, results.grad_logsumexp,
-                          inputs.query, inputs.value, results.output, results.logsumexp);
-  check_attention_seed("attention_backward", inputs.query, arguments.seed(), options.dropout_p);
-  check_attention_dropout_heads("attention_backward", inputs.query, inputs.dropout_heads,
-                                inputs.query.size(0));
-  check_attention_bias(inputs.attn_bias, arguments.attn_bias_requires_grad());
   Extras extras;
   auto parameters = make_parameters(inputs);
   set_options(parameters, extras, inputs, options, arguments.seed());
@@ -145,21 +114,14 @@ AttentionGradients attention_backward(const AttentionArguments& arguments) {
   parameters.logsumexp = Operand(results.logsumexp);
   parameters.grad_output = Operand(results.grad_output);
   parameters.grad_logsumexp = Operand(results.grad_logsumexp);
-  return run_backward(parameters, inputs, sequences_of(parameters), options,
-                      arguments.attn_bias_requires_grad(), false);
+  return run_backward(parameters, inputs, sequences_of(parameters), options, false);
 }
 
 at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
+                                  const std::optional<at::Tensor>& dropout_heads,
                                   at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(shape.size() == 4, "attention_dropout_mask: shape must have 4 dimensions, got ",
-                    shape.size());
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
-                   "attention_dropout_mask: dtype must be float32 or float64, got ",
-                   dtype_name(dtype));
-  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0,
-                    "attention_dropout_mask: dropout_p must be at least 0 and less than 1, got ",
-                    dropout_p);
-  check_attention_seed("attention_dropout_mask", seed, seed, dropout_p);
+  check_attention_dropout_mask(seed, c10::fromIntArrayRefSlow(shape), dropout_p, dropout_heads,
+                               dtype);
   const at::Tensor mask = at::empty(shape, seed.options().dtype(dtype));
   Parameters parameters{};
   parameters.batch = shape[0];
@@ -167,10 +129,15 @@ at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape,
   parameters.group = parameters.head_dim = parameters.value_dim = 1;
   parameters.query_length = shape[2];
   parameters.key_length = shape[3];
-  AttentionOptions options;
-  options.dropout_p = dropout_p;
+  const AttentionOptions options{.dropout_p = dropout_p};
   Extras extras;
-  set_options(parameters, extras, {mask, mask, mask, kNotGiven, kNotGiven}, options, seed);
+  const AttentionInputs inputs{.query = mask,
+                               .key = mask,
+                               .value = mask,
+                               .alibi_slopes = kNotGiven,
+                               .sinks = kNotGiven,
+                               .dropout_heads = dropout_heads};
+  set_options(parameters, extras, inputs, options, seed);
   parameters.partial_output = Operand(mask);
   const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
   if (!blocks.empty()) {
@@ -184,11 +151,9 @@ at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  register_shared_kernel<"foo::attention", &attention>(library);
-  register_boxed_kernel<"foo::attention_seeded", &attention_seeded>(library);
-  register_boxed_kernel<"foo::attention_part", &attention_seeded>(library);
+  register_boxed_kernel<"foo::attention", &attention>(library);
+  register_boxed_kernel<"foo::attention_seeded", &attention>(library);
   register_boxed_kernel<"foo::attention_backward", &attention_backward>(library);
-  register_boxed_kernel<"foo::attention_part_backward", &attention_backward>(library);
   register_shared_kernel<"foo::attention_dropout_mask", &attention_dropout_mask>(library);
 }
 

@@ -1,5 +1,3 @@
-#include "ops/attention/flex.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
@@ -128,7 +126,7 @@ Gradients flex_attention_backward(
       {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block, key_block},
       compute_type(query), requires_grad.vec());
   auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] =
-      run_backward(parameters, inputs, sequences, options, false, false, &call);
+      run_backward(parameters, inputs, sequences, options, false, &call);
   call.check_indices("flex_attention_backward");
   return {grad_query, grad_key, grad_value, call.gradients()};
 }
@@ -245,7 +243,7 @@ Gradients differentiate(const AttentionInputs& inputs, const Lengths& lengths,
   ProgramCall mods(call.parameters, call.sequences, programs, kNoMask, compute_type(inputs.query),
                    requires_grad);
   auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] =
-      run_backward(call.parameters, inputs, call.sequences, options, false, true, &mods);
+      run_backward(call.parameters, inputs, call.sequences, options, true, &mods);
   mods.check_indices(kBackwardName);
   return {grad_query, grad_key, grad_value, mods.gradients()};
 }

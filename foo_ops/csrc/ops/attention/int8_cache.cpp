@@ -1,12 +1,9 @@
-#include "ops/attention/int8_cache.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +12,7 @@
 #include "launch/operator_counts.h"
 #include "launch/read_once.h"
 #include "launch/symbols.h"
+#include "ops/attention/checks.h"
 #include "ops/attention/run.h"
 
 namespace foo {
@@ -111,14 +109,13 @@ Places read_places(const Tensor& query, const Tensor& key, const OptionalTensor&
   return places;
 }
 
-std::tuple<Tensor, Tensor> attention_int8_cache(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_scale,
-    const Tensor& value_scale, const OptionalTensor& sinks, const OptionalTensor& seqused_k,
-    const OptionalTensor& block_table, std::optional<double> scale, int64_t window_left,
-    int64_t window_right, double softcap) {
-  check_attention_int8_cache(query, key, value, key_scale, value_scale, sinks, seqused_k,
-                             block_table, window_left, window_right, softcap);
-  const Places places = read_places(query, key, seqused_k, block_table);
+std::tuple<Tensor, Tensor> attention_int8_cache(const AttentionArguments& arguments) {
+  check_attention(arguments);
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
+  const auto& [query, key, value, block_table] =
+      std::tie(inputs.query, inputs.key, inputs.value, inputs.block_table);
+  const Places places = read_places(query, key, inputs.seqused_k, block_table);
   const bool is_paged = block_table.has_value();
   const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
   const Tensor output = new_tensor({batch, heads, rows, value.size(3)}, query.options());
@@ -138,8 +135,8 @@ std::tuple<Tensor, Tensor> attention_int8_cache(
   parameters.key = operand(key);
   parameters.value = operand(value);
   parameters.has_int8_cache = true;
-  parameters.key_scale = operand(key_scale);
-  parameters.value_scale = operand(value_scale);
+  parameters.key_scale = operand(inputs.key_scale);
+  parameters.value_scale = operand(inputs.value_scale);
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
   if (is_paged) {
@@ -148,8 +145,7 @@ std::tuple<Tensor, Tensor> attention_int8_cache(
     parameters.block_table_stride = places.columns;
   }
   Extras extras;
-  const AttentionOptions options{false, scale, 0.0, window_left, window_right, softcap};
-  set_options(parameters, extras, {query, key, value, kNotGiven, sinks}, options, std::nullopt);
+  set_options(parameters, extras, inputs, options, std::nullopt);
   std::vector<Sequence> sequences;
   for (int64_t i = 0; i < batch; ++i) sequences.push_back({i, 0, rows, 0, places.lengths[i]});
   run_forward(parameters, query, sequences, options);
@@ -158,17 +154,15 @@ std::tuple<Tensor, Tensor> attention_int8_cache(
 
 }  // namespace
 
-void check_attention_int8_cache(const Tensor& query, const Tensor& key, const Tensor& value,
-                                const Tensor& key_scale, const Tensor& value_scale,
-                                const OptionalTensor& sinks, const OptionalTensor& seqused_k,
-                                const OptionalTensor& block_table, const c10::SymInt& window_left,
-                                const c10::SymInt& window_right, double softcap) {
+void check_attention_int8_cache(const AttentionInputs& inputs, const AttentionOptions& options) {
+  const auto& [query, key, value, sinks, seqused_k, block_table] = std::tie(
+      inputs.query, inputs.key, inputs.value, inputs.sinks, inputs.seqused_k, inputs.block_table);
   check_query(query);
   check_cache(query, key, value, block_table.has_value());
   const auto sizes = key.sym_sizes().slice(0, 3);
   const char* const shape = block_table ? "(num_blocks, block_size, Hkv)" : "(B, Hkv, Sk)";
-  check_tensor("key_scale", key_scale, compute_type(query), sizes, shape, query);
-  check_tensor("value_scale", value_scale, compute_type(query), sizes, shape, query);
+  check_tensor("key_scale", inputs.key_scale, compute_type(query), sizes, shape, query);
+  check_tensor("value_scale", inputs.value_scale, compute_type(query), sizes, shape, query);
   const auto batch = query.sym_size(0);
   if (sinks) {
     const auto dtype =
@@ -183,16 +177,11 @@ void check_attention_int8_cache(const Tensor& query, const Tensor& key, const Te
     check_tensor("block_table", *block_table, at::kInt, {batch, block_table->sym_size(1)},
                  "(B, max_blocks)", query);
   }
-  TORCH_CHECK_VALUE(holds(window_left.sym_ge(-1)), kInt8CacheName,
-                    ": window_left must be at least 0, or -1 for no bound, got ", window_left);
-  TORCH_CHECK_VALUE(holds(window_right.sym_ge(-1)), kInt8CacheName,
-                    ": window_right must be at least 0, or -1 for no bound, got ", window_right);
-  TORCH_CHECK_VALUE(softcap >= 0.0 && std::isfinite(softcap), kInt8CacheName,
-                    ": softcap must be positive and finite, or 0 for none, got ", softcap);
+  check_scores(kInt8CacheName, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  register_shared_kernel<"foo::attention_int8_cache", &attention_int8_cache>(library);
+  register_boxed_kernel<"foo::attention_int8_cache", &attention_int8_cache>(library);
 }
 
 }  // namespace foo

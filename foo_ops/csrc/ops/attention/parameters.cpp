@@ -58,10 +58,14 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
   }
 }
 
-std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
-  if (dropout_p <= 0.0) {
-    return std::nullopt;
-  }
+std::optional<at::Tensor> seed_of(const AttentionArguments& arguments,
+                                  const AttentionOptions& options) {
+  if (arguments.has(ArgumentPlaces::kSeed)) return arguments.seed();
+  if (options.dropout_p <= 0.0) return std::nullopt;
+  return draw_seed(arguments.inputs().query);
+}
+
+at::Tensor draw_seed(const at::Tensor& query) {
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
 }
 

@@ -163,7 +163,11 @@ struct Extras {
 void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
                  const AttentionOptions& options, const std::optional<at::Tensor>& seed);
 
-// Draws a seed from the default generator if there is dropout, and returns it.
-std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
+// Returns the seed of dropout, which an operator that takes none draws from the default generator.
+std::optional<at::Tensor> seed_of(const AttentionArguments& arguments,
+                                  const AttentionOptions& options);
+
+// Draws a seed from the default generator.
+at::Tensor draw_seed(const at::Tensor& query);
 
 }  // namespace foo

@@ -206,10 +206,14 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
-               const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
+// foo::attention_varlen and foo::attention_varlen_seeded.
+Outputs attention_varlen(const AttentionArguments& arguments) {
+  check_attention(arguments);
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
+  const auto lengths = lengths_of("attention_varlen", inputs, options);
   const auto& query = inputs.query;
-  PackedCall call(inputs, lengths, options, seed);
+  PackedCall call(inputs, lengths, options, seed_of(arguments, options));
   const at::Tensor output =
       new_tensor({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const at::Tensor logsumexp =
@@ -218,41 +222,6 @@ Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
   call.parameters.logsumexp = packed_rows(logsumexp);
   run_forward(call.parameters, query, call.sequences, options);
   return {output, logsumexp};
-}
-
-// Unboxed: this is called for every layer of a model.
-Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                         const std::optional<at::Tensor>& seqused_k,
-                         const std::optional<at::Tensor>& block_table,
-                         const std::optional<at::Tensor>& alibi_slopes,
-                         const std::optional<at::Tensor>& sinks, c10::SymInt max_seqlen_q,
-                         c10::SymInt max_seqlen_k, std::optional<double> scale, double dropout_p,
-                         c10::SymInt window_left, c10::SymInt window_right, double softcap) {
-  const AttentionInputs inputs{.query = query,
-                               .key = key,
-                               .value = value,
-                               .alibi_slopes = alibi_slopes,
-                               .sinks = sinks,
-                               .cu_seqlens_q = cu_seqlens_q,
-                               .cu_seqlens_k = cu_seqlens_k,
-                               .seqused_k = seqused_k,
-                               .block_table = block_table};
-  const AttentionOptions options{false,        scale,   dropout_p,    window_left,
-                                 window_right, softcap, max_seqlen_q, max_seqlen_k};
-  check_attention_varlen(inputs, options);
-  const auto lengths = lengths_of("attention_varlen", inputs, options);
-  return attend(inputs, lengths, options, draw_seed(query, dropout_p));
-}
-
-Outputs attention_varlen_seeded(const AttentionArguments& arguments) {
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
-  check_attention_varlen(inputs, options);
-  check_attention_seed("attention_varlen", inputs.query, arguments.seed(), options.dropout_p);
-  check_attention_dropout_heads("attention_varlen", inputs.query, inputs.dropout_heads,
-                                inputs.cu_seqlens_q.size(0) - 1);
-  return attend(inputs, lengths_of("attention_varlen", inputs, options), options, arguments.seed());
 }
 
 // Gradients for query, key, value, alibi_slopes and sinks; of size 0 if not given.
@@ -268,7 +237,7 @@ PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& le
   parameters.grad_output = packed(results.grad_output);
   parameters.grad_logsumexp = packed_rows(results.grad_logsumexp);
   auto [grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks] =
-      run_backward(parameters, inputs, call.sequences, options, false, true);
+      run_backward(parameters, inputs, call.sequences, options, true);
   return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
 
@@ -306,19 +275,12 @@ PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& giv
 }
 
 PackedGradients attention_varlen_backward(const AttentionArguments& arguments) {
-  const auto inputs = arguments.inputs();
-  const auto options = arguments.options();
-  const auto results = arguments.results();
-  check_attention_varlen(inputs, options);
-  check_attention_results("attention_varlen_backward", results.grad_output, results.grad_logsumexp,
-                          inputs.query, inputs.value, results.output, results.logsumexp);
-  check_attention_seed("attention_varlen_backward", inputs.query, arguments.seed(),
-                       options.dropout_p);
-  check_attention_dropout_heads("attention_varlen_backward", inputs.query, inputs.dropout_heads,
-                                inputs.cu_seqlens_q.size(0) - 1);
+  check_attention(arguments);
+  const auto& inputs = arguments.inputs();
+  const auto& options = arguments.options();
   const auto backward = inputs.block_table.has_value() ? &paged_backward : &packed_backward;
-  return backward(inputs, lengths_of("attention_varlen", inputs, options), options, results,
-                  arguments.seed());
+  return backward(inputs, lengths_of("attention_varlen", inputs, options), options,
+                  arguments.results(), arguments.seed());
 }
 
 }  // namespace
@@ -328,11 +290,9 @@ void check_attention_sequences(const AttentionInputs& inputs, const AttentionOpt
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  register_shared_kernel<"foo::attention_varlen", &attention_varlen>(library);
-  register_boxed_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
-  register_boxed_kernel<"foo::attention_varlen_part", &attention_varlen_seeded>(library);
+  register_boxed_kernel<"foo::attention_varlen", &attention_varlen>(library);
+  register_boxed_kernel<"foo::attention_varlen_seeded", &attention_varlen>(library);
   register_boxed_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);
-  register_boxed_kernel<"foo::attention_varlen_part_backward", &attention_varlen_backward>(library);
 }
 
 }  // namespace foo
