@@ -56,9 +56,9 @@ Kernel& sums_kernel() {
 }
 
 // Pairs of bfloat16 are read only if the distance between rows of the right matrix is whole pairs.
-bool has_few_rows(const Product& product, at::ScalarType dtype) {
+bool has_few_rows(const Product& product, at::ScalarType dtype, int64_t most = kFewRows) {
   const bool has_pairs = dtype != at::kBFloat16 || product.right_column_stride % 2 == 0;
-  return product.rows <= kFewRows && product.right_step_stride == 1 && has_pairs;
+  return product.rows <= most && product.right_step_stride == 1 && has_pairs;
 }
 
 // Returns the same product with rows and columns exchanged.
@@ -121,10 +121,18 @@ void run_blocks(const Product& product, at::ScalarType dtype, Kernel& kernel, in
   run(chosen, dtype, kernel, cut_of_blocks(chosen, dtype, parts));
 }
 
+// Most rows of an expert that are multiplied without packing its matrix. With 12 and 16 rows of
+// bfloat16 this takes 0.8 of the time on a Zen 5, where matrices come from memory; with 32 it takes
+// 1.2 times as long, and in float32 12 rows 1.2 times.
+int64_t most_rows_without_packing(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 2 * kFewRows : kFewRows;
+}
+
 // Returns how to compute a product that is cut into at least `least` blocks.
 ProductCall<Product> call_of(const Product& product, at::ScalarType dtype, int64_t least) {
+  const int64_t most = most_rows_without_packing(dtype);
   for (const Product& either : {product, transposed(product)}) {
-    if (has_few_rows(either, dtype)) {
+    if (has_few_rows(either, dtype, most)) {
       auto* const kernel = few_rows_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
       return {either, kernel, cut_of_few_rows(either, least)};
     }
@@ -202,13 +210,20 @@ void multiply_all(const std::vector<Product>& products, at::ScalarType dtype) {
   double work = 0;
   for (const Product& product : products) work += work_of(product);
   std::vector<ProductCall<Product>> calls;
+  std::vector<Product> by_torch;
   for (const Product& product : products) {
     if (product.rows == 0 || product.columns == 0) continue;
     const double share = work > 0 ? work_of(product) / work : 1.0;
     const auto least = static_cast<int64_t>(std::ceil(share * least_blocks()));
-    calls.push_back(call_of(product, dtype, least));
+    const bool is_few = product.rows <= most_rows_without_packing(dtype);
+    if (!is_few && is_quicker_by_torch(product, dtype, Finish::kNothing)) {
+      by_torch.push_back(product);
+    } else {
+      calls.push_back(call_of(product, dtype, least));
+    }
   }
   if (!calls.empty()) run_all(calls);
+  if (!by_torch.empty()) multiply_all_by_torch(by_torch, dtype);
 }
 
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right) {

@@ -16,6 +16,8 @@
 #include <initializer_list>
 #include <limits>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "launch/jobs.h"
 #include "ops/linear/product.h"
@@ -282,8 +284,8 @@ at::Tensor view(const at::TensorOptions& options, const void* data, int64_t offs
 
 // Operands of a block as PyTorch tensors. foo's memory is host memory.
 struct Operands {
-  Operands(const at::Tensor& output, const Product& product, const ProductBlock& block)
-      : options(output.options().device(at::kCPU)),
+  Operands(at::ScalarType dtype, const Product& product, const ProductBlock& block)
+      : options(at::TensorOptions(at::kCPU).dtype(dtype)),
         rows(block.row_stop - block.row_start),
         columns(block.column_stop - block.column_start),
         output(view(options, product.output,
@@ -307,9 +309,8 @@ struct Operands {
   at::Tensor output, left, right;
 };
 
-// Halves the longer side of the blocks until there are enough of them.
-Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
-  const double wanted = std::clamp(work_of(product) / kWorkOfBlock, kFewestBlocks, kMostBlocks);
+// Halves the longer side of the blocks until there are `wanted`.
+Cut cut_for_torch(const Product& product, at::ScalarType dtype, double wanted) {
   const bool is_wide = dtype == at::kDouble && product.rows < kRowsOfAnyColumns;
   const int64_t least_columns = is_wide ? std::max(product.depth, kLeastSide) : kLeastSide;
   int64_t rows = part_of(product.rows, kLargestSide, 1);
@@ -324,23 +325,35 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
   return Cut(product, rows, columns, /*least=*/1);
 }
 
-// Calls work(thread, block) for each block of a product. There are at least two jobs: a single one
-// does not begin a parallel region, and MKL would take all threads.
+Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
+  return cut_for_torch(product, dtype,
+                       std::clamp(work_of(product) / kWorkOfBlock, kFewestBlocks, kMostBlocks));
+}
+
+// Calls work(thread, job) for each job. There are at least two: a single one does not begin a
+// parallel region, and MKL would take all threads.
 template <class Work>
-void share_blocks(const Product& product, const Cut& cut, Work work) {
-  const int64_t blocks = cut.blocks(product);
-  share_jobs(std::max<int64_t>(blocks, 2), [&](int64_t thread, auto next) {
+void share_parts(int64_t jobs, Work work) {
+  share_jobs(std::max<int64_t>(jobs, 2), [&](int64_t thread, auto next) {
     for (int64_t job = next(); job >= 0; job = next()) {
-      if (job < blocks) work(thread, cut.block(product, job));
+      if (job < jobs) work(thread, job);
     }
   });
 }
 
-void multiply_whole(const at::Tensor& output, const Product& product) {
-  Operands operands(output, product, {0, product.rows, 0, product.columns});
+// Calls work(thread, block) for each block of a product.
+template <class Work>
+void share_blocks(const Product& product, const Cut& cut, Work work) {
+  share_parts(cut.blocks(product),
+              [&](int64_t thread, int64_t job) { work(thread, cut.block(product, job)); });
+}
+
+void multiply_block(at::ScalarType dtype, const Product& product, const ProductBlock& block) {
+  Operands operands(dtype, product, block);
   if (product.has_bias) {
     const at::Tensor bias =
-        view(operands.options, product.bias, 0, {product.columns}, {product.bias_stride});
+        view(operands.options, product.bias, block.column_start * product.bias_stride,
+             {operands.columns}, {product.bias_stride});
     at::cpu::addmm_out(operands.output, bias, operands.left, operands.right);
   } else {
     at::cpu::mm_out(operands.output, operands.left, operands.right);
@@ -359,7 +372,7 @@ void multiply_and_finish(const at::Tensor& output, const Product& product, Kerne
   share_blocks(product, cut, [&](int64_t thread, const ProductBlock& block) {
     const ScratchMemory scratch(scratch_pool(), thread, parts * bytes_of_part + bytes);
     auto* const memory = static_cast<char*>(scratch.get());
-    const Operands operands(output, product, block);
+    const Operands operands(output.scalar_type(), product, block);
     at::Tensor sums = operands.sums(memory);
     at::cpu::mm_out(sums, operands.left, operands.right);
     if (parts == 2) {
@@ -378,23 +391,45 @@ void multiply_and_finish(const at::Tensor& output, const Product& product, Kerne
 void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel* finish) {
   RECORD_FUNCTION("foo::linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
   if (output.scalar_type() == at::kBFloat16) {
-    multiply_whole(output, product);
+    multiply_block(at::kBFloat16, product, {0, product.rows, 0, product.columns});
   } else if (finish != nullptr) {
     multiply_and_finish(output, product, *finish);
   } else {
     const Cut cut = cut_for_torch(product, output.scalar_type());
     share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
-      Operands operands(output, product, block);
+      Operands operands(output.scalar_type(), product, block);
       at::cpu::mm_out(operands.output, operands.left, operands.right);
     });
   }
+}
+
+void multiply_all_by_torch(const std::vector<Product>& products, at::ScalarType dtype) {
+  RECORD_FUNCTION("foo::grouped_linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
+  if (dtype == at::kBFloat16) {
+    for (const Product& product : products) {
+      multiply_block(dtype, product, {0, product.rows, 0, product.columns});
+    }
+    return;
+  }
+  double work = 0;
+  for (const Product& product : products) work += work_of(product);
+  std::vector<std::pair<const Product*, ProductBlock>> blocks;
+  for (const Product& product : products) {
+    const Cut cut = cut_for_torch(product, dtype, kMostBlocks * work_of(product) / work);
+    for (int64_t block = 0; block < cut.blocks(product); ++block) {
+      blocks.emplace_back(&product, cut.block(product, block));
+    }
+  }
+  share_parts(static_cast<int64_t>(blocks.size()), [&](int64_t, int64_t job) {
+    multiply_block(dtype, *blocks[job].first, blocks[job].second);
+  });
 }
 
 void add_by_torch(const at::Tensor& output, const Product& product) {
   RECORD_FUNCTION("foo::linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
   const Cut cut = cut_for_torch(product, output.scalar_type());
   share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
-    Operands operands(output, product, block);
+    Operands operands(output.scalar_type(), product, block);
     at::cpu::addmm_out(operands.output, operands.output, operands.left, operands.right);
   });
 }

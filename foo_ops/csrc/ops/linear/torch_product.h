@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "launch/kernel_table.h"
 #include "ops/linear/product.h"
@@ -71,6 +72,9 @@ bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish fi
 // Writes left right^T to a contiguous output with PyTorch's CPU kernel. If `finish` is given, it
 // adds the bias and finishes the sums; bfloat16 has none, since it would be rounded twice.
 void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel* finish);
+
+// The same for independent products, in one parallel loop over blocks, each on one thread.
+void multiply_all_by_torch(const std::vector<Product>& products, at::ScalarType dtype);
 
 // Adds left right^T to a contiguous output of the same dtype.
 void add_by_torch(const at::Tensor& output, const Product& product);
