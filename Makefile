@@ -71,6 +71,7 @@ demo: $(VENV)/.with-demo
 examples: $(VENV)/.with-examples
 	$(BIN)/python examples/embeddings.py
 	$(BIN)/python examples/llama_decoding.py
+	$(BIN)/python examples/mixture.py
 
 # Idle threads of one process must not keep the cores from another. Neighbours go to one of them,
 # since they share what was computed for them.

@@ -108,3 +108,21 @@ def test_command_line(name):
     process = python(EXAMPLES / f"{name}.py", "--rounds", 0)
     assert process.returncode == 2
     assert "--rounds: must be a whole number from 1 up, got 0" in process.stderr
+
+
+def test_mixture(example, capsys):
+    module = example("mixture")
+    module.main(["--steps", "3", "--experts", "5", "--layers", "1", "--context", "32"])
+    output = capsys.readouterr().out
+    assert "4 of 5 experts in 1 layers, float32" in output
+    for name in (module.OURS, module.THEIRS):
+        assert numbers(output, name)[0] == pytest.approx(5.6, abs=0.3)
+
+
+def test_mixtures_whose_losses_differ_are_noticed(example):
+    module = example("mixture")
+    ours, theirs = (module.Training([loss] * 20, 1.0) for loss in (3.0, 3.1))
+    with pytest.raises(SystemExit, match=r"The losses differ: 3.000 and 3.100"):
+        module.check({module.OURS: ours, module.THEIRS: theirs})
+    with pytest.raises(SystemExit, match=r"Nothing was learned: 3.000 after 3.000"):
+        module.check({module.OURS: ours, module.THEIRS: ours})
