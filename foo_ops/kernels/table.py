@@ -17,6 +17,7 @@ MERGE = Maker("foo_ops.kernels.attention.forward", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
+ADJACENT_COLUMNS = Maker("foo_ops.kernels.linear.few_rows", "make_adjacent_columns_kernel")
 FINISH = Maker("foo_ops.kernels.linear.product", "make_finish_kernel")
 QUANTIZED = "foo_ops.kernels.linear.quantized"
 INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
@@ -57,6 +58,7 @@ _OWN = (
     OwnKernel("linear_product", PRODUCT),
     OwnKernel("linear_product.sums", PRODUCT, {"adds": True}),
     OwnKernel("linear_few_rows", FEW_ROWS),
+    OwnKernel("linear_few_rows_of_adjacent_columns", ADJACENT_COLUMNS),
     OwnKernel("linear_finish", FINISH),
     OwnKernel("linear_int8_product", INT8_PRODUCT),
     OwnKernel("linear_int8_few_rows", INT8_FEW_ROWS),

@@ -10,7 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foo_ops
-from foo_ops.testing import MOE_EXPERTS, check_outputs, reference
+from foo_ops.testing import (
+    GROUPED_LINEAR,
+    MOE_EXPERTS,
+    Sample,
+    check_outputs,
+    random,
+    reference,
+)
 
 TOKENS, EXPERTS, TOP_K, DEPTH, COLUMNS = 5, 3, 2, 8, 4
 
@@ -184,6 +191,25 @@ def test_offsets(offsets, message):
     input, weight = torch.ones(4, 3), torch.ones(2, 5, 3)
     with pytest.raises(ValueError, match=re.escape(f"grouped_linear: {message}")):
         foo_ops.grouped_linear(input, weight, torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("dtype", GROUPED_LINEAR.dtypes)
+@pytest.mark.parametrize("lies", [lambda weight: weight, lambda weight: weight.mT.contiguous().mT])
+def test_rows_around_those_of_kernels(lies, dtype):
+    """Few rows, rows that are packed, and widths that are no whole vectors, in both layouts."""
+    counts = (1, 8, 2, 17, 0, 9, 5, 33, 16)
+    for depth, columns in ((1, 1), (3, 5), (70, 33), (64, 128), (515, 67)):
+        input, weight, bias = random(
+            "groups",
+            (sum(counts), depth),
+            (len(counts), columns, depth),
+            (len(counts), columns),
+            dtype=dtype,
+        )
+        offsets = torch.tensor(counts).cumsum(0)
+        inputs = input, lies(weight), offsets, bias
+        output = foo_ops.grouped_linear(*inputs)
+        check_outputs(GROUPED_LINEAR, Sample(inputs), dtype, (output,))
 
 
 def test_grouped_linear_is_that_of_torch():

@@ -24,11 +24,19 @@ from foo_ops.kernels.linear.product import (
     make_writer,
     parts_of,
 )
+from foo_ops.kernels.products.on_vectors import make_matmul
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
-from foo_ops.kernels.simd.memory import address_of, pointer_to, prefetch_vectors, shift
+from foo_ops.kernels.simd.memory import (
+    address_of,
+    load,
+    pointer_to,
+    prefetch_vectors,
+    shift,
+    store,
+)
 from foo_ops.kernels.simd.narrow import PAIRS
 from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Columns read at a time for one row, in the order of memory, while the next ones are prefetched
@@ -282,3 +290,67 @@ def make_few_rows_kernel(
 
     layout = Scratch(compute, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, tiles.arguments)
+
+
+# Steps whose rows of the right matrix are read side by side, each as one stretch of memory.
+STEPS_SIDE_BY_SIDE = 8
+
+
+def make_adjacent_columns_kernel(dtype: str) -> Kernel:
+    """Make the kernel of a product of few rows whose right matrix has adjacent columns.
+
+    It computes the same as `make_few_rows_kernel`, for matrices that lie as those of gpt-oss do.
+    Their rows are read once, as they lie in memory, and added to sums in L1.
+    """
+    compute = compute_dtype(dtype)
+    LANES, number = lanes_of(compute), ELEMENTS[compute].compute
+    matmul, fill = make_matmul(compute, compute, dtype), make_fill(compute)
+    copy_row, write = make_copy_row(compute), make_writer(dtype)
+
+    @njit
+    def sizes_of_block(product, block):
+        rows = block.row_stop - block.row_start
+        columns = round_up(block.column_stop - block.column_start, LANES)
+        return rows, columns, product.depth
+
+    def describe(rows: Any, columns: Any, depth: Any) -> dict[str, Any]:
+        return {
+            "left": rows * depth,
+            "sums": rows * columns,
+            "bias": larger(rows, columns) + LANES,
+            **describe_lines(compute, NOTHING),
+        }
+
+    @njit
+    def multiply_column(product, memory, right, rows, width, depth, column):
+        """Multiply by a column that is part of no whole vector."""
+        for row in range(rows):
+            total, line = number(0.0), shift(memory.left, row * depth)
+            for step in range(depth):
+                total += load(line, step) * load(right, step * product.right_step_stride + column)
+            store(memory.sums, row * width + column, total)
+
+    def compute_block(product, block, memory):
+        rows, width, depth = sizes_of_block(product, block)
+        columns = block.column_stop - block.column_start
+        whole = columns // LANES * LANES
+        for row in range(rows):
+            place = (block.row_start + row) * product.left_row_stride
+            copy_row(
+                shift(memory.left, row * depth), shift(product.left, place),
+                product.left_step_stride, depth, depth,
+            )  # fmt: skip
+        fill(memory.sums, rows * width, 0.0)
+        right, stride = shift(product.right, block.column_start), product.right_step_stride
+        for step in range(0, depth, STEPS_SIDE_BY_SIDE):
+            matmul(
+                memory.sums, width, shift(memory.left, step), depth, 1,
+                shift(right, step * stride), stride, rows, whole,
+                min(STEPS_SIDE_BY_SIDE, depth - step), True,
+            )  # fmt: skip
+        for column in range(whole, columns):
+            multiply_column(product, memory, right, rows, width, depth, column)
+        write(product, block, memory, memory.sums, width, 0, 0)
+
+    layout = Scratch(compute, sizes_of_block, describe)
+    return make_kernel_with_scratch(compute_block, layout, argument_types(dtype))

@@ -44,6 +44,11 @@ Kernels& few_rows_kernels() {
   return *kernels;
 }
 
+Kernel& adjacent_columns_kernel() {
+  static auto* kernel = new Kernel("linear_few_rows_of_adjacent_columns");
+  return *kernel;
+}
+
 // Finish the sums of PyTorch's products.
 Kernels& finish_kernels() {
   static auto* kernels = new Kernels("linear_finish");
@@ -59,6 +64,10 @@ Kernel& sums_kernel() {
 bool has_few_rows(const Product& product, at::ScalarType dtype, int64_t most = kFewRows) {
   const bool has_pairs = dtype != at::kBFloat16 || product.right_column_stride % 2 == 0;
   return product.rows <= most && product.right_step_stride == 1 && has_pairs;
+}
+
+bool has_few_rows_of_adjacent_columns(const Product& product) {
+  return product.rows <= kFewRows && product.right_column_stride == 1 && !product.is_transposed;
 }
 
 // Returns the same product with rows and columns exchanged.
@@ -136,6 +145,10 @@ ProductCall<Product> call_of(const Product& product, at::ScalarType dtype, int64
       auto* const kernel = few_rows_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
       return {either, kernel, cut_of_few_rows(either, least)};
     }
+  }
+  if (has_few_rows_of_adjacent_columns(product)) {
+    auto* const kernel = adjacent_columns_kernel().get<ProductFunction>(dtype);
+    return {product, kernel, cut_of_few_rows(product, least)};
   }
   const Product chosen = cheaper_to_pack(product, dtype);
   auto* const kernel = product_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
