@@ -49,6 +49,48 @@ class EncoderSize:
 
 
 @dataclass(frozen=True)
+class MixtureSize:
+    """Mixtures of experts, as Qwen3-MoE and gpt-oss are, and their numbers of tokens."""
+
+    widths: tuple[tuple[str, int], ...] = (
+        *(("hidden_size", 1024), ("vocab_size", 32000), ("num_attention_heads", 16)),
+        *(("num_key_value_heads", 4), ("head_dim", 64), ("num_experts_per_tok", 4)),
+    )
+    intermediate: int = 512
+    experts: int = 32
+    layers: int = 2
+    prompt: int = 768
+    batch: int = 2
+    context: int = 512
+
+    def model(self, kind: str, dtype: str) -> Any:
+        from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+        widths: dict[str, Any] = {**dict(self.widths), "num_hidden_layers": self.layers}
+        config: Any
+        if kind == GPT_OSS:
+            widths |= {"intermediate_size": self.intermediate, "num_local_experts": self.experts}
+            config = GptOssConfig(**widths)
+        else:
+            widths |= {"moe_intermediate_size": self.intermediate, "num_experts": self.experts}
+            config = Qwen3MoeConfig(**widths)
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config)
+        return model.to(getattr(torch, dtype)).eval()
+
+    def tokens(self, *shape: int) -> Tensor:
+        return random_tokens(dict(self.widths)["vocab_size"], shape)
+
+    def count(self, phase: str) -> int:
+        """Count the tokens of a call."""
+        return {"prefill": self.prompt, "decoding": 1}.get(phase, self.batch * self.context)
+
+
+GPT_OSS = "gpt-oss"
+MIXTURES = ("Qwen3-MoE", GPT_OSS)
+
+
+@dataclass(frozen=True)
 class Size:
     """A Llama, and its numbers of tokens.
 
@@ -57,7 +99,7 @@ class Size:
         batch: sequences of a training step.
         context: tokens of each sequence.
         is_compiled: whether torch.compile is a contender, which takes a minute for each row.
-        encoder: a second model with its own rows.
+        encoder, mixture: other models with their own rows.
     """
 
     widths: tuple[tuple[str, int], ...] = tuple(WIDTHS.items())
@@ -67,6 +109,7 @@ class Size:
     context: int = 512
     is_compiled: bool = True
     encoder: EncoderSize = EncoderSize()
+    mixture: MixtureSize = MixtureSize()
 
     def model(self, dtype: str) -> Any:
         # Imported only here: the import takes seconds, and other tables do not need it.
@@ -102,6 +145,17 @@ QUICK = Size(
         layers=1,
         batches=((2, 16), (1, 32)),
     ),
+    mixture=MixtureSize(
+        widths=(
+            *(("hidden_size", 64), ("vocab_size", 100), ("num_attention_heads", 4)),
+            *(("num_key_value_heads", 2), ("head_dim", 16), ("num_experts_per_tok", 2)),
+        ),
+        intermediate=32,
+        experts=4,
+        layers=1,
+        prompt=16,
+        context=16,
+    ),
 )
 
 
@@ -112,6 +166,7 @@ def random_tokens(vocabulary: int, shape: tuple[int, ...]) -> Tensor:
 def cases(size: Size, threads: int) -> Iterator[Case]:
     yield from decoder_cases(size, threads)
     yield from encoder_cases(size.encoder, threads)
+    yield from mixture_cases(size.mixture, threads)
 
 
 def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
@@ -142,6 +197,30 @@ def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
                 batch * context,
                 headline=True,
             )
+
+
+def mixture_cases(size: MixtureSize, threads: int) -> Iterator[Case]:
+    for kind in MIXTURES:
+        for phase in PHASES:
+            yield Case(
+                SECTION,
+                f"{kind} {phase}, bfloat16",
+                partial(mixture_contenders, size, kind, phase),
+                (threads,),
+                size.count(phase),
+            )
+
+
+def mixture_contenders(size: MixtureSize, kind: str, phase: str) -> Contenders:
+    """Compare with the model as it is, whose experts transformers computes by ``grouped_mm``."""
+    from foo_ops.integrations.transformers import apply
+
+    model = size.model(kind, "bfloat16")
+    run: Callable[..., Local] = PHASE_RUNS[phase]
+    return {
+        OURS: lambda: run(apply(copy.deepcopy(model)), size),
+        AS_IT_IS: lambda: run(copy.deepcopy(model), size),
+    }
 
 
 def encoder_contenders(
@@ -180,7 +259,7 @@ def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
     from foo_ops.integrations.transformers import apply
 
     model = size.model(dtype)
-    run = {"prefill": prefill, "decoding": decoding}.get(phase, training_step)
+    run: Callable[..., Local] = PHASE_RUNS[phase]
     makers: dict[str, Callable[[], Contender]] = {
         OURS: lambda: run(apply(copy.deepcopy(model)), size),
         AS_IT_IS: lambda: run(copy.deepcopy(model), size),
@@ -231,14 +310,14 @@ def as_it_is(model: Any) -> Any:
     return model
 
 
-def prefill(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> Local:
+def prefill(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = as_it_is) -> Local:
     tokens, call = size.tokens(1, size.prompt), wrap(model)
     return Local(
         lambda: call(tokens, logits_to_keep=1, use_cache=False).logits, torch.no_grad, torch.clone
     )
 
 
-def decoding(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> Local:
+def decoding(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = as_it_is) -> Local:
     """Decode one token after the prompt, again and again.
 
     The cache grows, as by default in transformers; for compilation it is static, so that one graph
@@ -266,7 +345,9 @@ def decoding(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> L
     return Local(step, torch.no_grad)
 
 
-def training_step(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is) -> Local:
+def training_step(
+    model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = as_it_is
+) -> Local:
     tokens, call = size.tokens(size.batch, size.context), wrap(model.train())
 
     def step() -> Tensor:
@@ -277,3 +358,6 @@ def training_step(model: Any, size: Size, wrap: Callable[[Any], Any] = as_it_is)
         return torch.cat((loss.detach().float()[None], model.model.norm.weight.grad.float()))
 
     return Local(step)
+
+
+PHASE_RUNS = dict(zip(PHASES, (prefill, decoding, training_step)))

@@ -249,13 +249,18 @@ def test_rows_of_models():
     found = {it.name: it for it in models.cases(models.QUICK, 2)}
     phases = [*(f"Llama {it}" for it in models.PHASES), "BERT 2 x 16", "BERT 1 x 32"]
     expected = [*phases, "BERT training step, 2 x 16"]
-    assert set(found) == {f"{it}, {dtype}" for it in expected for dtype in models.DTYPES}
+    names = {f"{it}, {dtype}" for it in expected for dtype in models.DTYPES}
+    names |= {f"{kind} {it}, bfloat16" for kind in models.MIXTURES for it in models.PHASES}
+    assert set(found) == names
     defaults = [it.name for it in cases.cases(cases.DEFAULT, 2) if it.section == models.SECTION]
     assert {"BERT 8 x 128, float32", "BERT 2 x 256, bfloat16"} <= set(defaults)
     for name in ("BERT 2 x 16, float32", "BERT training step, 2 x 16, bfloat16"):
         (result,) = measure(found[name], TINY)
         assert result.peers() == [models.AS_IT_IS]
         assert result.work == 32
+    for name in ("gpt-oss decoding, bfloat16", "Qwen3-MoE training step, bfloat16"):
+        (result,) = measure(found[name], TINY)
+        assert result.peers() == [models.AS_IT_IS]
 
 
 # ---------------------------------------------------------------------------------- command line
