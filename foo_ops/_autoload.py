@@ -8,7 +8,6 @@ work in either order.
 
 from foo_ops._process import after_import
 
-CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 is_loaded = False
 
 
@@ -21,6 +20,7 @@ def autoload() -> None:
     import foo_ops.device  # noqa: F401
     from foo_ops import _operators, _process, flash_attention_of_cpu  # noqa: F401
     from foo_ops._process import switch
+    from foo_ops.compat import CONTEXT_PARALLEL
 
     if not is_loaded:
         _operators.declare()
@@ -57,9 +57,9 @@ def check_place() -> None:
 
     The companion would register kernels beside those of that package.
     """
-    import torch
+    from foo_ops.compat import get_privateuse1_backend_name
 
-    name = torch._C._get_privateuse1_backend_name()
+    name = get_privateuse1_backend_name()
     if name not in ("privateuseone", "foo"):
         raise ImportError(
             f"torch has a place for one backend from outside (PrivateUse1), and {name} has taken it"

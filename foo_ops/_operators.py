@@ -19,6 +19,7 @@ import torch
 
 from foo_ops import _C
 from foo_ops._schemas import SCHEMAS
+from foo_ops.compat import OpNamespace
 
 OPERATORS = "foo_ops.ops"
 """Imported by its name, since it imports this module."""
@@ -138,14 +139,14 @@ def complete() -> None:
     if isinstance(torch.ops.foo, _Namespace):
         # First copy the operators found so far: no other thread may find one a second time.
         vars(torch.ops.foo).update(vars(_namespace))
-        torch.ops.foo.__class__ = torch._ops._OpNamespace  # type: ignore[assignment]
+        torch.ops.foo.__class__ = OpNamespace  # type: ignore[assignment]
     for registration in (*_importers.values(), *_declared.values()):
         registration.destroy()
     _importers.clear()
     _declared.clear()
 
 
-class _Namespace(torch._ops._OpNamespace):
+class _Namespace(OpNamespace):
     """Stands for ``torch.ops.foo`` until the operators are registered, then becomes ordinary.
 
     It holds no operator, so that other threads wait instead of finding one without its kernels.

@@ -10,8 +10,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils import _pytree as pytree
 
+from foo_ops.compat import (
+    AutoDispatchBelowAutograd,
+    DispatchKeySet,
+    OpOverload,
+    after_autograd_keyset,
+    any_requires_grad,
+    find_schema,
+    has_computed_kernel_for_key,
+    has_kernel_for_key,
+    pytree,
+    set_report_error_callback,
+)
 from foo_ops.library import operators, register_autograd
 from foo_ops.library.operators import DISPATCH_KEYS
 
@@ -298,12 +309,12 @@ class CustomOp:
         """Let calls that need a formula raise until there is one."""
         operator = find_overload(self.qualname)
 
-        def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **keywords: Any) -> Any:
+        def kernel(keyset: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
             self._raise_if_half_a_formula()
-            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **keywords):
+            if torch.is_grad_enabled() and any_requires_grad(*args, **keywords):
                 raise RuntimeError("Autograd has not been implemented for operator")
-            with torch._C._AutoDispatchBelowAutograd():
-                below = keyset & torch._C._after_autograd_keyset
+            with AutoDispatchBelowAutograd():
+                below = keyset & after_autograd_keyset
                 return operator.redispatch(below, *args, **keywords)
 
         self._stand_in = Library(self.qualname.partition("::")[0], "FRAGMENT")
@@ -363,7 +374,7 @@ class CustomOp:
         )
 
     def _check_has_no_other_formula(self) -> None:
-        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self.qualname)
+        has = functools.partial(has_kernel_for_key, self.qualname)
         if has("CompositeImplicitAutograd"):
             raise RuntimeError(
                 f"impl_backward/impl_save_for_backward: the operator {self.qualname} already has "
@@ -394,8 +405,8 @@ def define_operator(namespace: str, name: str, schema: str) -> None:
     library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
     operator = CustomOp(f"{namespace}::{name}", parsed, library)
     operator.stand_in_for_formula()
-    torch._C._dispatch_set_report_error_callback(
-        torch._C._dispatch_find_schema_or_throw(operator.qualname, ""),
+    set_report_error_callback(
+        find_schema(operator.qualname, ""),
         functools.partial(_report_missing_kernel, repr(operator)),
     )
     OPERATORS[operator.qualname] = operator
@@ -419,7 +430,7 @@ def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
     return OPERATORS[qualname]
 
 
-def find_overload(qualname: str) -> torch._ops.OpOverload:
+def find_overload(qualname: str) -> OpOverload:
     """Return any operator; functions that extend one call this before they return a decorator."""
     namespace, name = parse(qualname)
     packet = getattr(getattr(torch.ops, namespace), name, None)
@@ -433,10 +444,10 @@ def find_overload(qualname: str) -> torch._ops.OpOverload:
 
 def _has_kernel(qualname: str, key: str) -> bool:
     if key != "PrivateUse1":
-        return torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualname, key)
+        return has_computed_kernel_for_key(qualname, key)
     # For PrivateUse1, foo's fallback would count as a kernel of every operator.
     keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key) for key in keys)
+    return any(has_kernel_for_key(qualname, key) for key in keys)
 
 
 def _report_missing_kernel(operator: str, key: str) -> NoReturn:

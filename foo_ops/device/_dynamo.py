@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.backends.registry import register_backend
-from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
-from torch._dynamo.variables.ctx_manager import (
-    GenericDeviceVariable,
-    register_device_context_manager,
-)
 
+from foo_ops.compat import (
+    DeviceInterface,
+    GenericDeviceVariable,
+    TorchCompileInductorWrapper,
+    register_backend,
+    register_device_context_manager,
+    register_interface_for_device,
+)
 from foo_ops.device import _utils, devices, memory, streams
 
 
@@ -28,10 +30,8 @@ class FooInterface(DeviceInterface):
     set_device = staticmethod(devices.set_device)
     device_count = staticmethod(devices.device_count)
     is_available = staticmethod(devices.is_available)
-    exchange_device = staticmethod(devices._exchange_device)  # type: ignore[assignment]
-    maybe_exchange_device = staticmethod(  # type: ignore[assignment]
-        devices._maybe_exchange_device
-    )
+    exchange_device = staticmethod(devices._exchange_device)
+    maybe_exchange_device = staticmethod(devices._maybe_exchange_device)
     synchronize = staticmethod(devices.synchronize)
     get_device_properties = staticmethod(devices.get_device_properties)
     memory_allocated = staticmethod(memory.memory_allocated)
@@ -56,8 +56,8 @@ class FooInterface(DeviceInterface):
 class FooDeviceVariable(GenericDeviceVariable):
     """Traces ``with torch.foo.device(...)`` in a compiled function."""
 
-    _exchange_fn = staticmethod(torch._C._accelerator_exchangeDevice)
-    _maybe_exchange_fn = staticmethod(torch._C._accelerator_maybeExchangeDevice)
+    _exchange_fn = staticmethod(devices._exchange_device)
+    _maybe_exchange_fn = staticmethod(devices._maybe_exchange_device)
     _get_device_index_fn = staticmethod(_utils._get_device_index)
 
     def module_name(self) -> str:
@@ -79,7 +79,7 @@ def compile_graph(
     Inductor uses the registrations of each tensor's device, so graphs on the CPU or on both devices
     are compiled, too.
     """
-    compile_ = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+    compile_ = TorchCompileInductorWrapper(mode, options, dynamic=None)
     return compile_(graph, inputs)
 
 

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _meta_registrations
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import (
+
+from foo_ops.compat import (
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
+    fake_impls,
     in_kernel_invocation_manager,
+    meta_registrations,
+    no_dispatch,
+    pytree,
 )
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -33,12 +34,12 @@ CONVOLUTIONS = (
 
 def _moved(values: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     with in_kernel_invocation_manager(mode):
-        return tree_map_only(FakeTensor, lambda fake: FakeTensor(mode, fake, device), values)
+        return pytree.tree_map_only(FakeTensor, lambda fake: FakeTensor(mode, fake, device), values)
 
 
 def _as_on_cpu(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def call(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         device = next(leaf.fake_device for leaf in leaves if isinstance(leaf, FakeTensor))
         if device.type != "foo":
             return of_torch(mode, func, *args, **kwargs)
@@ -56,7 +57,7 @@ def _histc(mode: FakeTensorMode, func: Any, input: FakeTensor, bins: int = 100, 
     return input.new_empty(bins)
 
 
-_device_hint = _meta_registrations.device_hint
+_device_hint = meta_registrations.device_hint
 
 
 def _device_hint_of_kernel(tensor: Any) -> str:
@@ -82,9 +83,9 @@ def _with_its_number(
 
 def register() -> None:
     method: Any = _with_its_number
-    FakeTensorConverter.from_real_tensor = method  # type: ignore[method-assign]
+    FakeTensorConverter.from_real_tensor = method
     kernels = fake_impls.op_implementations_dict
     for operator in CONVOLUTIONS:
         kernels[operator] = _as_on_cpu(kernels[operator])
     kernels[aten.histc.default] = _histc
-    _meta_registrations.device_hint = _device_hint_of_kernel
+    meta_registrations.device_hint = _device_hint_of_kernel

@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import codecache
-from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
-from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
-from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
-from torch._inductor.custom_graph_pass import CustomGraphModulePass, get_hash_for_files
-from torch._inductor.decomposition import decompositions, register_decomposition
-from torch._inductor.scheduler import BaseSchedulerNode
-from torch._inductor.virtualized import V
 
 from foo_ops import _C
+from foo_ops.compat import (
+    BaseSchedulerNode,
+    CppScheduling,
+    CppWrapperCpu,
+    CpuDeviceOpOverrides,
+    CustomGraphModulePass,
+    PythonWrapperCodegen,
+    SubgraphPythonWrapperCodegen,
+    V,
+    codecache,
+    get_cpp_wrapper_header,
+    get_hash_for_files,
+    inductor_decompositions,
+    register_backend_for_device,
+    register_decomposition,
+    register_device_op_overrides,
+)
 
 # ---------------------------------------------------------------------------------------- attention
 
@@ -141,7 +148,7 @@ def _widened(name: str, of_torch: Callable[..., Any] | None) -> Callable[..., An
 def register_products() -> None:
     for name in NAMES:
         operator = getattr(torch.ops.aten, name).dtype
-        decompositions[operator] = _widened(name, decompositions.get(operator))
+        inductor_decompositions[operator] = _widened(name, inductor_decompositions.get(operator))
 
 
 # ------------------------------------------------------------------------------------------ backend
@@ -330,12 +337,9 @@ def _is_cpu(self: BaseSchedulerNode) -> bool:
     return _is_on_cpu(self) or (device is not None and device.type == "foo")
 
 
-_header = codecache._get_cpp_wrapper_header
-
-
 def _header_of_kernels(device: str, aot_mode: bool = False) -> str:
     """Return the CPU's precompiled header for foo; torch has one for each of its own devices."""
-    return _header("cpu" if torch.device(device).type == "foo" else device, aot_mode)
+    return get_cpp_wrapper_header("cpu" if torch.device(device).type == "foo" else device, aot_mode)
 
 
 class _Version(CustomGraphModulePass):
@@ -351,8 +355,8 @@ class _Version(CustomGraphModulePass):
 def register() -> None:
     register_attention()
     register_products()
-    codecache._get_cpp_wrapper_header = _header_of_kernels
+    setattr(codecache, get_cpp_wrapper_header.__name__, _header_of_kernels)
     register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper, None, _Version())
     register_device_op_overrides("foo", CpuDeviceOpOverrides())
     method: Any = _is_cpu
-    BaseSchedulerNode.is_cpu = method  # type: ignore[method-assign]
+    BaseSchedulerNode.is_cpu = method

@@ -16,6 +16,7 @@ from torch.multiprocessing import reductions
 
 from foo_ops._C import device as _C
 from foo_ops._process import after_import
+from foo_ops.compat import DYNAMO, FAKE_IMPLS, INDUCTOR, register_device_module, torch_c
 from foo_ops.device import devices as foo_devices
 from foo_ops.device import streams as foo_streams
 
@@ -173,7 +174,7 @@ def forward(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
 def register_with_data_parallel() -> None:
     torch.nn.DataParallel.forward = forward  # type: ignore[method-assign]
     for name, function in FUNCTIONS.items():
-        setattr(torch._C, name, _beside(function, getattr(torch._C, name, None)))
+        setattr(torch_c, name, _beside(function, getattr(torch_c, name, None)))
 
 
 def _beside(function: Callable[..., Any], of_cuda: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -382,7 +383,7 @@ def register(module: types.ModuleType) -> None:
         for_module=False, for_storage=True, unsupported_dtype=SMALLER_THAN_A_BYTE
     )
     install_module_method()
-    torch._register_device_module("foo", module)
+    register_device_module("foo", module)
     register_with_dlpack()
     register_with_multiprocessing()
     register_with_data_parallel()
@@ -393,9 +394,9 @@ def register(module: types.ModuleType) -> None:
     # A build of torch may lack the first. torch imports the others at the first use of
     # torch.compile, which takes seconds. None has an entry point for devices to register earlier.
     after_import("torch.distributed.distributed_c10d", _register_with_distributed)
-    after_import("torch._subclasses.fake_impls", _register_with_fake_tensors)
-    after_import("torch._dynamo", _register_with_dynamo)
-    after_import("torch._inductor.compile_fx", _register_with_inductor)
+    after_import(FAKE_IMPLS, _register_with_fake_tensors)
+    after_import(DYNAMO, _register_with_dynamo)
+    after_import(INDUCTOR, _register_with_inductor)
 
 
 def _register_with_distributed() -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from foo_ops._C import device as _C
+from foo_ops.compat import exchange_device as _exchange_device
+from foo_ops.compat import maybe_exchange_device as _maybe_exchange_device
 from foo_ops.device import memory
 from foo_ops.device._utils import _get_device_index
 
@@ -108,10 +110,6 @@ def set_device(device: Any) -> None:
     index = _get_device_index(device)
     if index >= 0:
         _C.set_device(index)
-
-
-_exchange_device = torch._C._accelerator_exchangeDevice
-_maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
 
 
 class device:  # noqa: N801 (the name it has in torch.cuda)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from foo_ops._C import device as _C
+from foo_ops.compat import AcceleratorGraph, pytree
 from foo_ops.device import _compiled_kernels, devices, memory, streams
 
 # ------------------------------------------------------------------------------- capture and replay
@@ -50,7 +50,7 @@ def graph_pool_handle() -> PoolHandle:
     return _C.new_pool_id()
 
 
-class FooGraph(torch._C._acceleratorGraph):
+class FooGraph(AcceleratorGraph):
     """Operators captured from a stream, to be replayed with the same memory.
 
     The counterpart of ``torch.cuda.CUDAGraph``; ``torch.accelerator.Graph`` is the same with

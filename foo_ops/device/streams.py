@@ -7,6 +7,7 @@ import torch
 
 from foo_ops._C import device as _C
 from foo_ops._C import sanitizer as _sanitizer
+from foo_ops.compat import DeviceType
 from foo_ops.device._utils import _get_device_index
 from foo_ops.device.devices import init
 
@@ -17,7 +18,7 @@ from foo_ops.device.devices import init
 Stream = torch.Stream
 Event = torch.Event
 
-_FOO = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+_FOO = int(DeviceType.PrivateUse1.value)
 
 
 def _stream_by_id(stream_id: int, index: int) -> torch.Stream:

@@ -4,9 +4,9 @@ import types
 from typing import Any
 
 import torch
-from torch.storage import _LegacyStorage
 
 from foo_ops._C import device as _C
+from foo_ops.compat import LegacyStorage
 
 # ----------------------------------------------------------------------------------- legacy classes
 
@@ -69,7 +69,7 @@ class TensorType(type):
 def _storage_class(name: str, dtype: torch.dtype) -> type:
     # torch reads the device from the name of the module.
     members = {"dtype": dtype, "_dtype": dtype, "__module__": "torch.foo"}
-    return types.new_class(name, (_LegacyStorage,), exec_body=lambda body: body.update(members))
+    return types.new_class(name, (LegacyStorage,), exec_body=lambda body: body.update(members))
 
 
 def _tensor_class(name: str, dtype: torch.dtype) -> type:

@@ -79,19 +79,21 @@ def install() -> None:
 
     Called once torch's module has been imported.
     """
-    from torch.distributed.tensor.experimental._context_parallel import _attention
-
-    enable = _attention._enable_context_parallel_dispatcher_impl
-    disable = _attention._disable_context_parallel_dispatcher_impl
+    from foo_ops.compat import (
+        context_parallel,
+        context_parallel_options,
+        disable_context_parallel,
+        enable_context_parallel,
+    )
 
     def enable_ours(seq_dim: int, mesh: DeviceMesh) -> None:
-        enable(seq_dim, mesh)
-        _modes.append(ContextParallelMode(mesh, _attention._cp_options.enable_load_balance))
+        enable_context_parallel(seq_dim, mesh)
+        _modes.append(ContextParallelMode(mesh, context_parallel_options.enable_load_balance))
         _modes[-1].__enter__()
 
     def disable_ours() -> None:
         _modes.pop().__exit__(None, None, None)
-        disable()
+        disable_context_parallel()
 
-    setattr(_attention, enable.__name__, enable_ours)
-    setattr(_attention, disable.__name__, disable_ours)
+    setattr(context_parallel, enable_context_parallel.__name__, enable_ours)
+    setattr(context_parallel, disable_context_parallel.__name__, disable_ours)

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.compat import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    is_autocast_available,
+    key_for_device,
+)
 from foo_ops.library.operators import find, library_of
 
 AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
@@ -15,7 +23,7 @@ AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
 
 
 def register_autocast(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    op: str | OpOverload | torch.library.CustomOpDef,
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
     /,
@@ -46,9 +54,9 @@ def register_autocast(
     """
     operator = find(op)
     for type_ in ("cpu", "foo") if device_type is None else (device_type,):
-        if not torch._C._is_autocast_available(type_):
+        if not is_autocast_available(type_):
             raise ValueError(f"Device type '{type_}' does not support autocast.")
-        key = "Autocast" + torch._C._dispatch_key_for_device(type_)
+        key = "Autocast" + key_for_device(type_)
         kernel = _autocast_kernel(operator, type_, cast_inputs, key)
         AUTOCASTS.setdefault(operator.name(), {})[type_] = cast_inputs
         library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
@@ -66,13 +74,13 @@ def cast_as_autocast(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _autocast_kernel(
-    operator: torch._ops.OpOverload, device_type: str, dtype: torch.dtype | None, key: str
+    operator: OpOverload, device_type: str, dtype: torch.dtype | None, key: str
 ) -> Callable[..., Any]:
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    excluded = DispatchKeySet(getattr(DispatchKey, key))
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
         to = dtype or torch.get_autocast_dtype(device_type)
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        with ExcludeDispatchKeyGuard(excluded):
             return operator(
                 *(_cast(it, device_type, to) for it in inputs),
                 **{name: _cast(value, device_type, to) for name, value in keywords.items()},

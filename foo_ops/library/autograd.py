@@ -10,9 +10,19 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from foo_ops import _C
+from foo_ops.compat import (
+    Argument,
+    DisableFuncTorch,
+    DisableTorchDispatch,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchModeKey,
+    fake_kernels,
+    get_dispatch_mode,
+    pytree,
+)
 from foo_ops.library.nested import require_dense
 from foo_ops.library.operators import (
     BACKWARDS,
@@ -91,7 +101,7 @@ class Kept(NamedTuple):
 class _Kinds:
     """Finds the values of a schema's arguments or returns that are tensors, or lists of them."""
 
-    def __init__(self, declared: Sequence[torch._C.Argument]) -> None:
+    def __init__(self, declared: Sequence[Argument]) -> None:
         types = [str(it.type) for it in declared]
         self._are_lists = ["List[" in it and "Tensor" in it for it in types]
         # The same for all calls if no tensor is optional or in a list.
@@ -117,7 +127,7 @@ class _Kinds:
 class _Gradients:
     """Finds the tensors among an operator's arguments and results."""
 
-    def __init__(self, operator: torch._ops.OpOverload) -> None:
+    def __init__(self, operator: OpOverload) -> None:
         arguments, results = operator._schema.arguments, operator._schema.returns
         self._number = next(_numbers)
         self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
@@ -139,7 +149,7 @@ class Formula(_Gradients):
 
     def __init__(
         self,
-        operator: torch._ops.OpOverload,
+        operator: OpOverload,
         backward: Callable[..., Any],
         setup_context: Callable[..., None] | None,
     ) -> None:
@@ -247,7 +257,7 @@ class CompositeFormula(_Gradients):
     `Formula`, this is called by csrc/bindings/python_formula.cpp.
     """
 
-    def __init__(self, operator: torch._ops.OpOverload, composite: Callable[..., Any]) -> None:
+    def __init__(self, operator: OpOverload, composite: Callable[..., Any]) -> None:
         super().__init__(operator)
         self._composite = composite
 
@@ -350,7 +360,7 @@ def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(composite)
     def checked(*args: Any, **kwargs: Any) -> Any:
         require_dense(operator, dict(zip(names, args)) | kwargs)
-        fake = torch._library.simple_registry.singleton.find(operator.name()).fake_impl.kernel
+        fake = fake_kernels.find(operator.name()).fake_impl.kernel
         if fake is not None and all(
             it.layout == torch.strided for it in tensors_in((args, kwargs))
         ):
@@ -368,10 +378,10 @@ def _modes_for_fakes() -> Iterator[None]:
 
     Other modes would read tensors without data, or count the calls on them.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if get_dispatch_mode(TorchDispatchModeKey.FAKE) is not None:
         yield
         return
-    with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+    with DisableFuncTorch(), DisableTorchDispatch():
         yield
 
 
@@ -383,8 +393,8 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 def register_autograd(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
-    backward: Callable[..., Any] | str | torch._ops.OpOverload | None = None,
+    op: str | OpOverload | torch.library.CustomOpDef,
+    backward: Callable[..., Any] | str | OpOverload | None = None,
     /,
     *,
     setup_context: Callable[..., None] | None = None,
@@ -450,9 +460,9 @@ def register_autograd(
     if isinstance(op, torch.library.CustomOpDef):
         op.register_autograd(_only_formula(op, backward, composite), setup_context=setup_context)
         return
-    if isinstance(backward, torch._ops.OpOverloadPacket):
+    if isinstance(backward, OpOverloadPacket):
         backward = backward.default
-    if isinstance(backward, torch._ops.OpOverload):
+    if isinstance(backward, OpOverload):
         backward = backward.name()
     formula: Formula | CompositeFormula | None = None
     if callable(backward):
@@ -499,7 +509,7 @@ def _only_formula(
     return backward
 
 
-def _functional(name: str) -> torch._ops.OpOverload:
+def _functional(name: str) -> OpOverload:
     operator = find(name)
     schema = operator._schema
     if schema.is_mutable or not schema.returns:
@@ -529,7 +539,7 @@ def _register_on_autograd_key(
 
 
 def register_variant_autograd(
-    op: str | torch._ops.OpOverload, /, *, lib: torch.library.Library | None = None
+    op: str | OpOverload, /, *, lib: torch.library.Library | None = None
 ) -> None:
     """Register autograd for the in-place or out variant of an operator that has gradients.
 

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 
+from foo_ops.compat import (
+    OpOverload,
+    OpOverloadPacket,
+    get_autograd_fallback_mode,
+    set_autograd_fallback_mode,
+)
 from foo_ops.library.operators import tensors_in
 
 OPCHECKS = (
@@ -18,7 +24,7 @@ OPCHECKS = (
 
 
 def opcheck(
-    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
+    op: OpOverload | OpOverloadPacket | torch.library.CustomOpDef,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
@@ -39,7 +45,7 @@ def opcheck(
         {'SUCCESS'}
     """
     # Imported here, since it brings in much that only tests need.
-    from torch.testing._internal.optests import OpCheckError
+    from foo_ops.compat import OpCheckError
 
     op = _overload(op)
     names = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
@@ -67,28 +73,26 @@ def opcheck(
 
 
 def _overload(
-    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
-) -> torch._ops.OpOverload:
+    op: OpOverload | OpOverloadPacket | torch.library.CustomOpDef,
+) -> OpOverload:
     """Return the overload that a name calls: operators of numba_op have ``out``, too."""
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         if "default" in op.overloads():
             return op.default
-        from torch.testing._internal.optests.generate_tests import resolve_unique_overload_or_throw
+        from foo_ops.compat import unique_overload
 
-        return resolve_unique_overload_or_throw(op)
+        return unique_overload(op)
     return op
 
 
-def _records_gradient(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _records_gradient(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # In this mode an operator without a formula gives outputs that require no gradient.
-    mode = torch._C._get_autograd_fallback_mode()
-    torch._C._set_autograd_fallback_mode("nothing")
+    mode = get_autograd_fallback_mode()
+    set_autograd_fallback_mode("nothing")
     try:
         outputs = op(*args, **kwargs)
     finally:
-        torch._C._set_autograd_fallback_mode(mode)
+        set_autograd_fallback_mode(mode)
     return any(output.requires_grad for output in tensors_in(outputs))

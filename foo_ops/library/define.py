@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from foo_ops.compat import OpOverload, SafeKernelFunction
 from foo_ops.library.kernels import NumbaKernel, register_kernel
 from foo_ops.library.operators import (
     DEFINITIONS,
@@ -40,7 +41,7 @@ class Library(torch.library.Library):
 
     def impl(
         self,
-        op_name: str | torch._ops.OpOverload,
+        op_name: str | OpOverload,
         fn: Any,
         dispatch_key: str = "",
         **options: Any,
@@ -94,7 +95,7 @@ def define(
 
 
 def register_fake(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    op: str | OpOverload | torch.library.CustomOpDef,
     func: Callable[..., Any] | None = None,
     /,
     *,
@@ -128,7 +129,7 @@ def register_fake(
 
 
 def register_torch_dispatch(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    op: str | OpOverload | torch.library.CustomOpDef,
     torch_dispatch_class: type,
     func: Callable[..., Any] | None = None,
     /,
@@ -232,9 +233,9 @@ triton_op = _parsing(torch.library.triton_op)
 
 
 def get_kernel(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    op: str | OpOverload | torch.library.CustomOpDef,
     dispatch_key: str | torch.DispatchKey,
-) -> torch._C._SafeKernelFunction:
+) -> SafeKernelFunction:
     """Return the kernel that an operator has for a dispatch key, as torch.library does.
 
     Example:

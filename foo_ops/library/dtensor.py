@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.distributed.tensor._op_schema import (
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from foo_ops.compat import (
+    OpOverload,
     OpSchema,
     OpSpec,
     OpStrategy,
     RuntimeSchemaInfo,
-)
-from torch.distributed.tensor._ops.utils import (
+    TensorMeta,
+    clear_sharding_cache,
     expand_to_full_mesh_op_strategy,
     is_tensor_evenly_shardable_on_dim,
+    propagate_tensor_meta,
+    sharding_propagator,
 )
-
 from foo_ops.library.sharding import REST, RULES, for_each_rule, named_dimensions, parse
 
 
@@ -34,20 +36,19 @@ class Dimensions(NamedTuple):
     named: dict[str, int]
 
 
-def register_strategy(operator: torch._ops.OpOverload) -> None:
+def register_strategy(operator: OpOverload) -> None:
     """Let DTensor shard an operator by its rule."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    if operator in propagator.op_strategy_funcs:
+    if operator in sharding_propagator.op_strategy_funcs:
         # As in torch.distributed.tensor.debug, which would import FSDP while FSDP imports this.
-        propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
+        sharding_propagator.propagate_op_sharding.cache_clear()
+        clear_sharding_cache()
     options = [it.name for it in operator._schema.arguments if it.kwarg_only]
     # All arguments are part of the key of DTensor's cache, including whether one is None.
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options)
-    propagator.register_op_strategy(operator, make_strategy(operator), info)
+    sharding_propagator.register_op_strategy(operator, make_strategy(operator), info)
 
 
-def make_strategy(operator: torch._ops.OpOverload) -> Callable[[OpSchema], OpStrategy]:
+def make_strategy(operator: OpOverload) -> Callable[[OpSchema], OpStrategy]:
     arguments = operator._schema.arguments
     written = [it.name for it in arguments if it.is_write]
 
@@ -104,7 +105,7 @@ def _result_metas(op_schema: OpSchema) -> Sequence[TensorMeta]:
         {name: spec(it) for name, it in op_schema.kwargs_schema.items()},
         schema_info=op_schema.schema_info,
     )
-    metas = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta(schema)
+    metas = propagate_tensor_meta(schema)
     if metas is None or isinstance(metas, TensorMeta):
         return () if metas is None else (metas,)
     return [it for it in metas if it is not None]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops._operators import is_declared
+from foo_ops.compat import OpOverload, has_kernel
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.flops import count_elementwise
 from foo_ops.library.kernels import (
@@ -54,7 +55,7 @@ CPU = torch.device("cpu")
 
 
 def make_fake(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     parameters: Sequence[Parameter],
     elementwise: Any,
     gradients_of: Sequence[str],
@@ -103,15 +104,15 @@ def _common_device(inputs: Sequence[Tensor]) -> torch.device:
 
 def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     # Imported here, since torch._refs takes 0.1 s, and a fake kernel runs under compilation.
-    from torch._refs import _broadcast_shapes
+    from foo_ops.compat import broadcast_shapes
 
-    return tuple(_broadcast_shapes(*(tensor.shape for tensor in inputs)))
+    return tuple(broadcast_shapes(*(tensor.shape for tensor in inputs)))
 
 
 def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return shape and strides of a result, as TensorIterator chooses them."""
-    from torch._prims_common import (
-        compute_elementwise_output_strides,
+    from foo_ops.compat import (
+        elementwise_output_strides,
         is_contiguous_or_false,
         make_contiguous_strides_for,
     )
@@ -121,7 +122,7 @@ def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     if all(_has_shape(tensor, shape) and is_contiguous_or_false(tensor) for tensor in inputs):
         return shape, make_contiguous_strides_for(shape)
     expanded = (tensor.expand(shape) for tensor in inputs)
-    return shape, compute_elementwise_output_strides(*expanded)
+    return shape, elementwise_output_strides(*expanded)
 
 
 def _has_shape(tensor: Tensor, shape: Sizes) -> bool:
@@ -184,9 +185,7 @@ class ElementwiseKernel(NumbaKernel):
         added = _variants(function, dtypes, result_type, on_bits)
         return dataclasses.replace(self, variants={**self.variants, **added})
 
-    def launcher(
-        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-    ) -> Launcher:
+    def launcher(self, operator: OpOverload, parameters: Sequence[Parameter]) -> Launcher:
         results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
         refuse_whole(operator, parameters)
         functions = [variant.function for variant in self.variants.values()]
@@ -213,13 +212,13 @@ class ElementwiseKernel(NumbaKernel):
         )
 
     def with_choices(
-        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+        self, operator: OpOverload, parameters: Sequence[Parameter]
     ) -> tuple[Parameter, ...]:
         return with_choices(operator, parameters, self.function, self.choices)
 
     def register(
         self,
-        operator: torch._ops.OpOverload,
+        operator: OpOverload,
         keys: Sequence[str],
         lib: torch.library.Library | None,
     ) -> None:
@@ -242,7 +241,7 @@ class ElementwiseKernel(NumbaKernel):
 
     def _add_source(
         self,
-        operator: torch._ops.OpOverload,
+        operator: OpOverload,
         parameters: Sequence[Parameter],
         types: Mapping[torch.dtype, tuple[torch.dtype, ...]],
     ) -> str:
@@ -377,7 +376,7 @@ def _variants(
 
 
 def _result_types(
-    operator: torch._ops.OpOverload, dtype: torch.dtype, variant: _Variant, count: int
+    operator: OpOverload, dtype: torch.dtype, variant: _Variant, count: int
 ) -> tuple[torch.dtype, ...]:
     results = variant.results or (None,) * count
     if len(results) != count:
@@ -408,7 +407,7 @@ def refuse_other_backward(name: str, backward: Backward | None) -> None:
     while backward is not None:
         defined += "_backward"
         is_ours = defined in BACKWARD_SCHEMAS or is_declared(defined)
-        if torch._C._dispatch_has_kernel(defined) and not is_ours:
+        if has_kernel(defined) and not is_ours:
             raise ValueError(
                 f"{name}: backward defines the operator {defined}, which must not be there "
                 f"already, got {find(defined)._schema}"
@@ -418,7 +417,7 @@ def refuse_other_backward(name: str, backward: Backward | None) -> None:
 
 def _register_backward(
     kernel: ElementwiseKernel,
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     keys: Sequence[str],
     lib: torch.library.Library | None,
 ) -> None:
@@ -443,7 +442,7 @@ def _register_backward(
         refuse_derivatives(f"{name}_backward", message, lib)
 
 
-def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
+def _derivative(kernel: ElementwiseKernel, operator: OpOverload) -> ElementwiseKernel:
     """Make the kernel of ``f_backward``, which takes gradients and the arguments of ``f``."""
     parameters = kernel.with_choices(operator, parameters_of(operator))
     tensors = [p for p in parameters if p.is_tensor]
@@ -470,7 +469,7 @@ def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> E
 
 
 def _define_backward(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     parameters: Sequence[Parameter],
     results: int,
     lib: torch.library.Library | None,

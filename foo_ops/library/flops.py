@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from foo_ops._process import after_import
+from foo_ops.compat import OpOverload
 from foo_ops.kernels.compiler.inspection import count_operations
 from foo_ops.library.operators import find, tensors_in
 
@@ -66,7 +65,7 @@ class _ElementwiseFlops:
         return max(elements) * count_operations(self.function)
 
 
-def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+def count_elementwise(operator: OpOverload, function: Callable[..., Any]) -> None:
     """Count a function's operations for each element, unless `register_flops` gave a formula."""
 
     def add() -> None:

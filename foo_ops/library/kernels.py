@@ -15,6 +15,7 @@ import torch
 
 from foo_ops import _C
 from foo_ops._process import switch
+from foo_ops.compat import OpOverload
 from foo_ops.kernels.compiler.inspection import line_of
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
@@ -121,14 +122,12 @@ class NumbaKernel(abc.ABC):
     function: Callable[..., Any]
 
     @abc.abstractmethod
-    def launcher(
-        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-    ) -> Launcher:
+    def launcher(self, operator: OpOverload, parameters: Sequence[Parameter]) -> Launcher:
         """Make an operator's launcher; raise TypeError if the kernel takes other parameters."""
 
     def register(
         self,
-        operator: torch._ops.OpOverload,
+        operator: OpOverload,
         keys: Sequence[str],
         lib: torch.library.Library | None,
     ) -> None:
@@ -163,7 +162,7 @@ class NumbaKernel(abc.ABC):
         )
 
 
-def _refuse_derivatives(operator: torch._ops.OpOverload, lib: torch.library.Library | None) -> None:
+def _refuse_derivatives(operator: OpOverload, lib: torch.library.Library | None) -> None:
     """Make the operator refuse to be differentiated until a derivative is registered."""
     way = "register_variant_autograd" if operator._schema.is_mutable else "register_autograd"
     message = (
@@ -173,7 +172,7 @@ def _refuse_derivatives(operator: torch._ops.OpOverload, lib: torch.library.Libr
     refuse_derivatives(operator.name(), message, lib)
 
 
-def _check_returned(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+def _check_returned(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     returns_written = any(result.alias_info is not None for result in operator._schema.returns)
     for parameter in parameters:
         if returns_written and parameter.is_optional and parameter.role != "read":
@@ -185,7 +184,7 @@ def _check_returned(operator: torch._ops.OpOverload, parameters: Sequence[Parame
 
 @overload
 def register_kernel(
-    op: str | torch._ops.OpOverload,
+    op: str | OpOverload,
     device_types: str | Sequence[str] | None,
     func: None = None,
     /,
@@ -196,7 +195,7 @@ def register_kernel(
 
 @overload
 def register_kernel(
-    op: str | torch._ops.OpOverload,
+    op: str | OpOverload,
     device_types: str | Sequence[str] | None,
     func: Any,
     /,
@@ -206,7 +205,7 @@ def register_kernel(
 
 
 def register_kernel(
-    op: str | torch._ops.OpOverload,
+    op: str | OpOverload,
     device_types: str | Sequence[str] | None,
     func: Any = None,
     /,
@@ -270,7 +269,7 @@ def count_parameters(function: Callable[..., Any]) -> int:
 
 
 def add_source(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     functions: Sequence[Callable[..., Any]],
     maker: Maker,
     *options: Any,

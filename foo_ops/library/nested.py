@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils import _pytree as pytree
 
 from foo_ops import _C
+from foo_ops.compat import NestedTensor, OpOverload, pytree
 from foo_ops.library.operators import (
     find,
     keep,
@@ -75,7 +74,7 @@ def register_nested_rows(
     keep(_C.refuse_nested_tensors(name), own_library(name, lib))
 
 
-def require_dense(operator: torch._ops.OpOverload, arguments: dict[str, Any]) -> None:
+def require_dense(operator: OpOverload, arguments: dict[str, Any]) -> None:
     for argument, value in arguments.items():
         if any(tensor.is_nested for tensor in tensors_in(value)):
             raise NotImplementedError(

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import torch
 
+from foo_ops.compat import OpOverloadPacket
 from foo_ops.library.autograd import register_variant_autograd
 from foo_ops.library.elementwise import (
     Backward,
@@ -52,7 +53,7 @@ def numba_op(
     dtypes: Sequence[torch.dtype] | None = ...,
     device_types: str | Sequence[str] = ...,
     lib: torch.library.Library | None = ...,
-) -> Callable[[Callable[..., Any]], torch._ops.OpOverloadPacket]: ...
+) -> Callable[[Callable[..., Any]], OpOverloadPacket]: ...
 
 
 @overload
@@ -65,7 +66,7 @@ def numba_op(
     dtypes: Sequence[torch.dtype] | None = ...,
     device_types: str | Sequence[str] = ...,
     lib: torch.library.Library | None = ...,
-) -> torch._ops.OpOverloadPacket: ...
+) -> OpOverloadPacket: ...
 
 
 def numba_op(
@@ -121,7 +122,7 @@ def numba_op(
 
     _check_name(name)
 
-    def make(function: Callable[..., Any]) -> torch._ops.OpOverloadPacket:
+    def make(function: Callable[..., Any]) -> OpOverloadPacket:
         _check_functions(name, function, backward)
         operator = _Operator(name, getattr(function, "py_func", function))
         schemas = operator.schemas()

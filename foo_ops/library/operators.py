@@ -18,6 +18,14 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops._operators import Definition, take_declared
+from foo_ops.compat import (
+    Argument,
+    OpOverload,
+    OpOverloadPacket,
+    OptionalType,
+    has_kernel_for_key,
+    pytree,
+)
 from foo_ops.library.symbols import have_sizes
 
 # ---------------------------------------------------------------------------- operators and schemas
@@ -37,7 +45,7 @@ class NoSuchOperatorError(ValueError, AttributeError):
     """An unknown operator: a wrong value for an argument, and a name missing in ``torch.ops``."""
 
 
-def find(op: str | torch._ops.OpOverload | torch.library.CustomOpDef) -> torch._ops.OpOverload:
+def find(op: str | OpOverload | torch.library.CustomOpDef) -> OpOverload:
     """Return the operator with a name such as ``"foo::abs.out"``, or the one that is given.
 
     Every function of the kit that takes an operator calls this first, before it returns a
@@ -49,12 +57,12 @@ def find(op: str | torch._ops.OpOverload | torch.library.CustomOpDef) -> torch._
     """
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return op
     namespace, packet, overload = parse(op)
     found = getattr(getattr(torch.ops, namespace), packet, None)
     found = getattr(found, overload or "default", None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise NoSuchOperatorError(
             f"{op}: there is no such operator; define it with foo_ops.library.define"
         )
@@ -72,9 +80,9 @@ def parse(name: str) -> tuple[str, str, str | None]:
     return namespace, packet, overload
 
 
-def qualified(name: str | torch._ops.OpOverload, library: torch.library.Library) -> str:
+def qualified(name: str | OpOverload, library: torch.library.Library) -> str:
     """Return an operator's name with the library's namespace; it may be defined later."""
-    if isinstance(name, torch._ops.OpOverload):
+    if isinstance(name, OpOverload):
         return name.name()
     if isinstance(name, str) and "::" not in name:
         name = f"{library.ns}::{name}"
@@ -82,7 +90,7 @@ def qualified(name: str | torch._ops.OpOverload, library: torch.library.Library)
     return name
 
 
-def short_name(operator: torch._ops.OpOverload) -> str:
+def short_name(operator: OpOverload) -> str:
     """Return an operator's name for messages, without namespace and overload."""
     return operator.name().partition("::")[2].partition(".")[0]
 
@@ -121,7 +129,7 @@ def own_library(op: Any, lib: torch.library.Library | None) -> torch.library.Lib
 
     Thus an operator's registrations end with it, when it is replaced.
     """
-    name = op.name() if isinstance(op, torch._ops.OpOverload) else op
+    name = op.name() if isinstance(op, OpOverload) else op
     if lib is not None or not isinstance(name, str) or name not in DEFINITIONS:
         return lib
     return DEFINITIONS[name].library
@@ -165,7 +173,7 @@ def note(table: dict[str, Any], name: str, value: Any, lib: torch.library.Librar
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +235,7 @@ _KINDS = {
 }
 
 
-def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
+def parameters_of(operator: OpOverload) -> tuple[Parameter, ...]:
     """Return the parameters of an operator, for a Numba kernel.
 
     Raises:
@@ -236,9 +244,9 @@ def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
     return tuple(_parameter(operator, argument) for argument in operator._schema.arguments)
 
 
-def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> Parameter:
+def _parameter(operator: OpOverload, argument: Argument) -> Parameter:
     type_ = argument.real_type
-    is_optional = isinstance(type_, torch._C.OptionalType)
+    is_optional = isinstance(type_, OptionalType)
     if is_optional:
         type_ = type_.getElementType()
     kind = _KINDS.get(str(type_))
@@ -258,7 +266,7 @@ def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> 
     return Parameter(argument.name, kind, is_optional, role, length)
 
 
-def _generator(operator: torch._ops.OpOverload, name: str) -> Parameter:
+def _generator(operator: OpOverload, name: str) -> Parameter:
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         raise TypeError(
             f"{operator.name()}: an operator with a generator must have the tag "
@@ -267,7 +275,7 @@ def _generator(operator: torch._ops.OpOverload, name: str) -> Parameter:
     return Parameter(name, "generator", False, "read")
 
 
-def functionalize_out(operator: torch._ops.OpOverload) -> None:
+def functionalize_out(operator: OpOverload) -> None:
     """Let f.out(*inputs, out=out) be out.copy_(f(*inputs)) under functionalization.
 
     torch.Tag.out would say the same, but Inductor 2.13 then allocates the output of the functional
@@ -345,7 +353,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def with_choices(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     parameters: Sequence[Parameter],
     function: Callable[..., Any],
     inherited: Mapping[str, tuple[str, ...]] | None = None,
@@ -472,8 +480,7 @@ _refusals: dict[str, Any] = {}
 def refuse_derivatives(name: str, message: str, lib: torch.library.Library | None) -> None:
     """Make an operator raise NotImplementedError when differentiated, if it has no derivatives."""
     end_refusal(name)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if not any(has_kernel(name, key) for key in _AUTOGRAD_KEYS):
+    if not any(has_kernel_for_key(name, key) for key in _AUTOGRAD_KEYS):
         _refusals[name] = _C.refuse_to_differentiate(name, message)
         keep(_refusals[name], lib)
 
@@ -492,9 +499,7 @@ def end_refusal(name: str) -> None:
 # whatever lies on its stack.
 
 
-def counted(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef, what: str, function: Any
-) -> Any:
+def counted(op: str | OpOverload | torch.library.CustomOpDef, what: str, function: Any) -> Any:
     """Wrap a function to raise TypeError if its results do not match the schema.
 
     Args:
@@ -503,7 +508,7 @@ def counted(
         function: the function to register. An operator, or torch's fallthrough, is returned
             unchanged.
     """
-    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_operator = isinstance(function, (OpOverload, OpOverloadPacket))
     is_ours = callable(function) and function is not torch.library.fallthrough_kernel
     if isinstance(op, torch.library.CustomOpDef) or is_operator or not is_ours:
         return function
@@ -521,7 +526,7 @@ def counted(
     return counting
 
 
-def _wanted(declared: Sequence[torch._C.Argument], result: Any) -> str | None:
+def _wanted(declared: Sequence[Argument], result: Any) -> str | None:
     """Return the expected result in words, or None if the result is right."""
     if len(declared) == 1:
         # For any other single result PyTorch's own error is good enough.

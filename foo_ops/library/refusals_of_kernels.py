@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from foo_ops.compat import OpOverload
 from foo_ops.kernels.compiler.inspection import returned_counts
 from foo_ops.library.kernels import Scratch, count_parameters
 from foo_ops.library.operators import Parameter, describe
@@ -21,7 +20,7 @@ Functions = Sequence[Callable[..., Any]]
 """The functions of a kernel, one for each way in which it may be called."""
 
 
-def refuse_whole(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+def refuse_whole(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     """Refuse arguments that are neither elements nor the same for all elements."""
     for parameter in parameters:
         if parameter.kind == "tensors":
@@ -37,7 +36,7 @@ def refuse_whole(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
 
 
 def check_parameters(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     parameters: Sequence[Parameter],
     functions: Functions,
     own: Collection[str],
@@ -62,7 +61,7 @@ def check_parameters(
             )
 
 
-def check_returned(operator: torch._ops.OpOverload, functions: Functions, results: int) -> None:
+def check_returned(operator: OpOverload, functions: Functions, results: int) -> None:
     """Refuse a wrong number of values if the code shows it; otherwise the compiler does.
 
     A kernel of gradients is first compiled in a backward pass, which is late to hear of it.
@@ -120,7 +119,7 @@ def require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch]
         )
 
 
-def check_late_refusal(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+def check_late_refusal(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
         if parameter.role == "in place" or parameter.kind == "generator":
             raise TypeError(
@@ -130,7 +129,7 @@ def check_late_refusal(operator: torch._ops.OpOverload, parameters: Sequence[Par
             )
 
 
-def check_lists(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+def check_lists(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
         is_written = parameter.kind == "tensors" and parameter.role != "read"
         if is_written and operator._schema.returns:
@@ -145,7 +144,7 @@ def check_lists(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
             )
 
 
-def refuse_scalars_alone(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+def refuse_scalars_alone(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     if any(p.is_tensor and not p.is_optional for p in parameters):
         return
     for parameter in parameters:

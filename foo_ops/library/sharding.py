@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foo_ops.compat import OpOverload
 from foo_ops.library.operators import find, keep, own_library
 from foo_ops.library.vmap import RowReader
 
@@ -16,15 +17,15 @@ from foo_ops.library.vmap import RowReader
 # Takes the operator's arguments, with a TensorMeta in place of each tensor.
 Rule = Callable[..., str]
 
-RULES: dict[torch._ops.OpOverload, Rule] = {}
-_functions: list[Callable[[torch._ops.OpOverload], None]] = []
+RULES: dict[OpOverload, Rule] = {}
+_functions: list[Callable[[OpOverload], None]] = []
 
 REST = "..."
 WHOLE = "."
 
 
 def register_sharding(
-    op: str | torch._ops.OpOverload,
+    op: str | OpOverload,
     sharding: str | Rule | None = None,
     /,
     *,
@@ -81,14 +82,14 @@ def register_sharding(
 
 
 def register_default_sharding(
-    operator: torch._ops.OpOverload, rule: Rule, lib: torch.library.Library | None
+    operator: OpOverload, rule: Rule, lib: torch.library.Library | None
 ) -> None:
     """Register a kernel's rule, unless the operator has one."""
     if operator not in RULES:
         _register(operator, rule, lib)
 
 
-def for_each_rule(function: Callable[[torch._ops.OpOverload], None]) -> None:
+def for_each_rule(function: Callable[[OpOverload], None]) -> None:
     """Call a function with each operator that has a rule or gets one later."""
     for operator in RULES:
         function(operator)
@@ -99,12 +100,12 @@ def make_constant_rule(sharding: str) -> Rule:
     return lambda *arguments, **keywords: sharding
 
 
-def make_elementwise_sharding(operator: torch._ops.OpOverload) -> Rule:
+def make_elementwise_sharding(operator: OpOverload) -> Rule:
     """Make the rule that shards along all dimensions, which are broadcast."""
     return make_uniform_rule(operator, REST)
 
 
-def make_uniform_rule(operator: torch._ops.OpOverload, dimensions: str) -> Rule:
+def make_uniform_rule(operator: OpOverload, dimensions: str) -> Rule:
     """Make the rule with the same dimensions for all tensors."""
     schema = operator._schema
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
@@ -112,9 +113,7 @@ def make_uniform_rule(operator: torch._ops.OpOverload, dimensions: str) -> Rule:
     return make_constant_rule(f"{before} -> {after}")
 
 
-def _register(
-    operator: torch._ops.OpOverload, rule: Rule, lib: torch.library.Library | None
-) -> None:
+def _register(operator: OpOverload, rule: Rule, lib: torch.library.Library | None) -> None:
     RULES[operator] = rule
     keep(_Registration(operator, rule), lib)
     for function in _functions:
@@ -123,7 +122,7 @@ def _register(
 
 @dataclasses.dataclass(frozen=True)
 class _Registration:
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     rule: Rule
 
     def destroy(self) -> None:
@@ -139,7 +138,7 @@ class Sharding:
     results: tuple[tuple[str, ...], ...]
 
 
-def parse(operator: torch._ops.OpOverload, sharding: str) -> Sharding:
+def parse(operator: OpOverload, sharding: str) -> Sharding:
     """Parse a declaration for `register_sharding`, and check it against the schema."""
     schema = operator._schema
     _refuse_lists(operator)
@@ -161,7 +160,7 @@ def parse(operator: torch._ops.OpOverload, sharding: str) -> Sharding:
     return Sharding(dict(zip(names, arguments)), results)
 
 
-def _refuse_lists(operator: torch._ops.OpOverload) -> None:
+def _refuse_lists(operator: OpOverload) -> None:
     types = [str(argument.type) for argument in operator._schema.arguments]
     if any("List" in type_ and "Tensor" in type_ for type_ in types):
         raise TypeError(
@@ -196,7 +195,7 @@ def named_dimensions(names: Iterable[str], count: int) -> dict[str, int]:
 # Shard the rows of tile kernels that compute each row on its own.
 
 
-def make_tile_sharding(operator: torch._ops.OpOverload, read: RowReader) -> Rule:
+def make_tile_sharding(operator: OpOverload, read: RowReader) -> Rule:
     """Make the rule of a tile kernel: by its rows, or else on whole tensors."""
     whole = make_uniform_rule(operator, WHOLE)
     names = [argument.name for argument in operator._schema.arguments]

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops._process import after_import
+from foo_ops.compat import DYNAMO, OpOverload, OpOverloadPacket, peek_interpreter_stack
 from foo_ops.library.autocast import AUTOCASTS, register_autocast
 from foo_ops.library.operators import BACKWARDS, VARIANTS, find, keep
 
 if TYPE_CHECKING:
-    from torch._dynamo.variables.base import VariableTracker
+    from foo_ops.compat import VariableTracker
 
 NAMESPACE = "foo_numbers"
 SUFFIX = "_number"
@@ -44,7 +45,7 @@ def let_numbers_vary(name: str, schema: str) -> None:
     if not re.search(r"\b(float|Scalar)\b", schema):
         return
     if not _names:
-        after_import("torch._dynamo", _tell_dynamo)
+        after_import(DYNAMO, _tell_dynamo)
     _names.add(name)
     if name in _made:
         # The name belongs to a new operator now.
@@ -61,12 +62,12 @@ class _Made:
         results: names for its results, if it computes gradients and they have no names.
     """
 
-    def __init__(self, operator: torch._ops.OpOverload, results: list[str] | None = None) -> None:
+    def __init__(self, operator: OpOverload, results: list[str] | None = None) -> None:
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self._of, self._backward = operator, None
         name = re.sub(r"\W+", "__", operator.name()) + "__gradients" * (results is not None)
         self._library.define(self._schema(name, results), tags=operator.tags)
-        self.operator: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.operator: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
         for key in ("CPU", "PrivateUse1"):
             made = _C.register_tensor_numbers(self.operator.name(), key, operator.name())
             keep(made, self._library)
@@ -112,7 +113,7 @@ class _Made:
         self._library._destroy()
 
 
-def numbers_of(operator: torch._ops.OpOverload) -> dict[str, tuple[type, ...]]:
+def numbers_of(operator: OpOverload) -> dict[str, tuple[type, ...]]:
     """Return the arguments that may be floating-point numbers, and the symbols they cannot hold.
 
     A Scalar can hold the symbol of an integer.
@@ -121,7 +122,7 @@ def numbers_of(operator: torch._ops.OpOverload) -> dict[str, tuple[type, ...]]:
     return {name: _TYPES[it] for name, it in types.items() if it in _TYPES}
 
 
-def _with_tensor_numbers(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _with_tensor_numbers(operator: OpOverload) -> OpOverload:
     name = operator.name()
     if name not in _made:
         _made[name] = _Made(operator)
@@ -135,9 +136,9 @@ _handlers: list[dict[Any, Any]] = []
 
 
 def _tell_dynamo() -> None:
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from foo_ops.compat import handlers_of_functions
 
-    _handlers.append(TorchInGraphFunctionVariable._get_handlers())
+    _handlers.append(handlers_of_functions())
     for name in _names:
         _tell(name)
 
@@ -154,11 +155,10 @@ def _tell(name: str) -> None:
 
 def _handle(called: Any, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker | None:
     """Trace a call with tensors in place of numbers that vary; return None for an ordinary call."""
-    from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.base import VariableTracker
+    from foo_ops.compat import ConstantVariable, FunctionVariable, VariableTracker
 
     operator = called.value
-    if isinstance(operator, torch._ops.OpOverloadPacket):
+    if isinstance(operator, OpOverloadPacket):
         operator = operator.default
     names = [it.name for it in operator._schema.arguments]
     given: dict[str, Any] = dict(zip(names, args)) | kwargs
@@ -179,13 +179,11 @@ def _handle(called: Any, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker 
         if "dropout_p" in given and given["dropout_p"].as_python_constant() > 0.0:
             draw = VariableTracker.build(tx, _draw_seed)
             given["seed"] = draw.call_function(tx, [given[names[0]]], {})
-    function = TorchInGraphFunctionVariable(_with_tensor_numbers(operator))
+    function = FunctionVariable(_with_tensor_numbers(operator))
     return function.call_function(tx, *_by_place(operator, given))
 
 
-def _by_place(
-    operator: torch._ops.OpOverload, given: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def _by_place(operator: OpOverload, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments as positional ones, up to the first that is missing, and keywords."""
     positional = []
     for argument in operator._schema.arguments:
@@ -206,7 +204,7 @@ def _varies(variable: Any, types: tuple[type, ...]) -> bool:
 
 def _is_default(variable: Any) -> bool:
     """Return whether a number is a function's default, which dynamic=True makes symbolic, too."""
-    from torch._dynamo.source import DefaultsSource
+    from foo_ops.compat import DefaultsSource
 
     # Dynamo reads a symbolic number from a tensor that it has made for it.
     given = [it.meta.get("grapharg") for it in variable.as_proxy().node.all_input_nodes]
@@ -219,11 +217,11 @@ def _traced(number: Any) -> float:
     return float(number.node.hint)
 
 
-def _is_ordinary(tx: Any, operator: torch._ops.OpOverload, given: dict[str, Any]) -> bool:
+def _is_ordinary(tx: Any, operator: OpOverload, given: dict[str, Any]) -> bool:
     """Return whether the second operator can replace an operator in a call."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from foo_ops.compat import FakeTensor
 
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    is_transformed = peek_interpreter_stack() is not None
     has_out = any(it.is_out for it in operator._schema.arguments)
     if tx.export or is_transformed or has_out:
         return False

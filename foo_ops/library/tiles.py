@@ -8,10 +8,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from foo_ops import _C
+from foo_ops.compat import (
+    FunctionSchema,
+    OpOverload,
+    has_kernel,
+    has_kernel_for_key,
+    key_for_device,
+)
 from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
 from foo_ops.library.kernels import (
@@ -54,7 +60,7 @@ from foo_ops.library.vmap import make_row_reader, make_tile_rule
 Fake = Callable[..., Any]
 
 
-def make_fake(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake | None:
+def make_fake(operator: OpOverload, parameters: Sequence[Parameter]) -> Fake | None:
     """Make the fake kernel of ``f.out`` or ``f_``; None if the operator's author provides it."""
     if any(p.role == "out" for p in parameters):
         return _fake_of_out(operator, parameters)
@@ -63,11 +69,11 @@ def make_fake(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) 
     return None
 
 
-def _has_fake(operator: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Meta")
+def _has_fake(operator: OpOverload) -> bool:
+    return has_kernel_for_key(operator.name(), "Meta")
 
 
-def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake:
+def _fake_of_out(operator: OpOverload, parameters: Sequence[Parameter]) -> Fake:
     outs = [p.name for p in parameters if p.role == "out"]
     functional = _functional(operator, parameters)
     name, taken = short_name(operator), [cpp_parameter(parameter) for parameter in parameters]
@@ -95,9 +101,7 @@ def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
     return fake
 
 
-def _functional(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-) -> torch._ops.OpOverload:
+def _functional(operator: OpOverload, parameters: Sequence[Parameter]) -> OpOverload:
     """Return the operator ``f`` of ``f.out``, whose fake kernel gives the results."""
     functional = find(operator.name().partition(".")[0])
     inputs = [p for p in parameters if p.role != "out"]
@@ -112,7 +116,7 @@ def _functional(
     return functional
 
 
-def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake:
+def _fake_in_place(operator: OpOverload, parameters: Sequence[Parameter]) -> Fake:
     name, names = short_name(operator), [p.name for p in parameters]
     taken = [cpp_parameter(parameter) for parameter in parameters]
     written = [p.name for p in parameters if p.role == "in place"]
@@ -147,12 +151,10 @@ def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Paramet
     return fake
 
 
-def _twin(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-) -> torch._ops.OpOverload | None:
+def _twin(operator: OpOverload, parameters: Sequence[Parameter]) -> OpOverload | None:
     """Return the operator ``f`` for ``f_``, if its results are the tensors that ``f_`` writes."""
     name = operator.name().partition(".")[0].removesuffix("_")
-    if not torch._C._dispatch_has_kernel(name):
+    if not has_kernel(name):
         return None
     twin = find(name)
     arguments, schema = operator._schema.arguments, twin._schema
@@ -213,7 +215,7 @@ class Remembered:
 
 
 def remember_values(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     key: str,
     parameters: Sequence[Parameter],
     cpp_parameters: Sequence[Any],
@@ -230,11 +232,11 @@ def _values_of(name: str, arguments: Any) -> _Values | None:
     if not kernels:
         return None
     types = (tensor.device.type for tensor in tensors_in(arguments))
-    key = torch._C._dispatch_key_for_device(next(types, "meta"))
+    key = key_for_device(next(types, "meta"))
     return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)
 
 
-def has_values(schema: torch._C.FunctionSchema) -> bool:
+def has_values(schema: FunctionSchema) -> bool:
     """Return whether a schema has arguments that may need checks."""
     types = [str(argument.real_type) for argument in schema.arguments]
     return schema.is_mutable or any(
@@ -275,9 +277,7 @@ class TileKernel(NumbaKernel):
         """Whether the function itself finds out what it cannot use."""
         return self.refuse is not None and self.check is None
 
-    def launcher(
-        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-    ) -> Launcher:
+    def launcher(self, operator: OpOverload, parameters: Sequence[Parameter]) -> Launcher:
         results = _results(self.function, self.scratch, operator, parameters)
         parameters = with_choices(operator, parameters, self.function)
         check_lists(operator, parameters)
@@ -341,7 +341,7 @@ class TileKernel(NumbaKernel):
         return Launcher(register_for, make_fake(operator, parameters), rule, sharding)
 
     def _refusal(
-        self, operator: torch._ops.OpOverload, seeds: Sequence[str], count: int
+        self, operator: OpOverload, seeds: Sequence[str], count: int
     ) -> Callable[..., None] | None:
         """Return ``refuse`` as a function of all arguments of the operator, without its results."""
         if self.refuse is None:
@@ -350,14 +350,14 @@ class TileKernel(NumbaKernel):
         taken = self._taken("refuse", operator, refuse, seeds, count)
         return lambda *arguments: refuse(*(arguments[position] for position in taken))
 
-    def _lists(self, operator: torch._ops.OpOverload) -> set[str]:
+    def _lists(self, operator: OpOverload) -> set[str]:
         names = inspect.signature(self.function).parameters
         return {name for name, p in zip(names, parameters_of(operator)) if p.kind == "tensors"}
 
     def _taken(
         self,
         name: str,
-        operator: torch._ops.OpOverload,
+        operator: OpOverload,
         function: Callable[..., Any],
         seeds: Sequence[str],
         count: int | None = None,
@@ -515,7 +515,7 @@ def tile_kernel(
 
 
 def _position_of_like(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     name: str,
     like: str,
     names: Sequence[str],
@@ -531,7 +531,7 @@ def _position_of_like(
     return names.index(like)
 
 
-def _fresh(operator: torch._ops.OpOverload) -> int:
+def _fresh(operator: OpOverload) -> int:
     """Count the results that are not written arguments."""
     return sum(result.alias_info is None for result in operator._schema.returns)
 
@@ -539,7 +539,7 @@ def _fresh(operator: torch._ops.OpOverload) -> int:
 def _results(
     function: Callable[..., Any],
     scratch: Mapping[str, Scratch],
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     parameters: Sequence[Parameter],
 ) -> int:
     """Count the tensors that the function takes after the operator's arguments."""

@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils import _pytree as pytree
 
+from foo_ops.compat import (
+    Argument,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    has_kernel_for_key,
+    keyset_full_after,
+    pytree,
+)
 from foo_ops.kernels.compiler.inspection import row_dimensions
 from foo_ops.library.operators import Parameter, find, keep, own_library, tensors_in
 
@@ -38,14 +46,14 @@ class _Defaults(torch.library.Library):
 
 def register_default_vmap(name: str, rule: Rule, lib: torch.library.Library | None) -> None:
     """Register a kernel's rule, unless the operator has one."""
-    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, it) for it in KEYS):
+    if not any(has_kernel_for_key(name, it) for it in KEYS):
         defaults = _Defaults(name.partition("::")[0], "FRAGMENT")
         torch.library.register_vmap(name, rule, lib=defaults)
         keep(defaults, lib)
 
 
 def register_vmap(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    op: str | OpOverload | torch.library.CustomOpDef,
     func: Rule | None = None,
     /,
     *,
@@ -121,7 +129,7 @@ def make_loop_in_place(name: str) -> Rule:
     return vmap
 
 
-def _is_alias(argument: torch._C.Argument, result: torch._C.Argument) -> bool:
+def _is_alias(argument: Argument, result: Argument) -> bool:
     aliases = [it.alias_info.before_set for it in (argument, result) if it.alias_info is not None]
     return len(aliases) == 2 and aliases[0] == aliases[1]
 
@@ -214,7 +222,7 @@ def in_first_place(results: Any) -> Any:
 
 def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:
     """Return the dtype to which tensors are promoted, not counting their mapped dimensions."""
-    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+    from foo_ops.compat import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
     logical = [
         torch.empty((1,) * (x.dim() - (d is not None)), dtype=x.dtype, device="meta")
@@ -324,25 +332,23 @@ _REFUSAL = (
 )
 
 
-def register_random_vmap(
-    operator: torch._ops.OpOverload, lib: torch.library.Library | None
-) -> None:
+def register_random_vmap(operator: OpOverload, lib: torch.library.Library | None) -> None:
     """Refuse calls under ``randomness="error"``; under "different", map those that map nothing."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+        from foo_ops.compat import current_functorch_interpreter
 
-        interpreter: Any = retrieve_current_functorch_interpreter()
+        interpreter: Any = current_functorch_interpreter()
         if interpreter.randomness() == "error":
             raise RuntimeError(_REFUSAL)
         if interpreter.randomness() == "different":
             args = _mapped(args, interpreter.batch_size(), interpreter.level())
             keys = keys | DispatchKeySet(DispatchKey.FuncTorchBatched)
-        rest = torch._C._dispatch_keyset_full_after(_MODE)
+        rest = keyset_full_after(_MODE)
         return operator.redispatch(keys & rest, *args, **kwargs)
 
     name = operator.name()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, _MODE.name):
+    if not has_kernel_for_key(name, _MODE.name):
         own = torch.library.Library(name.partition("::")[0], "FRAGMENT")
         own.impl(name, kernel, _MODE.name, with_keyset=True)
         keep(_Registration(own), lib)
@@ -360,15 +366,15 @@ class _Registration:
 
 def _mapped(args: tuple[Any, ...], size: int, level: int) -> tuple[Any, ...]:
     """Map the first tensor, if no tensor is mapped at this level."""
-    from torch._C._functorch import _add_batch_dim, is_batchedtensor, maybe_get_level
+    from foo_ops.compat import add_batch_dim, is_batched_tensor, maybe_get_level
 
     tensors = tensors_in(args)
-    is_mapped = any(is_batchedtensor(x) and maybe_get_level(x) == level for x in tensors)
+    is_mapped = any(is_batched_tensor(x) and maybe_get_level(x) == level for x in tensors)
     if is_mapped or not tensors:
         return args
     first = next(place for place, it in enumerate(args) if isinstance(it, Tensor))
     repeated = args[first].expand(size, *args[first].shape)
-    return (*args[:first], _add_batch_dim(repeated, 0, level), *args[first + 1 :])
+    return (*args[:first], add_batch_dim(repeated, 0, level), *args[first + 1 :])
 
 
 def make_random_loop(name: str, parameters: tuple[Parameter, ...]) -> Rule:
@@ -391,7 +397,7 @@ def make_random_loop(name: str, parameters: tuple[Parameter, ...]) -> Rule:
                     generator.set_state(state)
             return operator(*args, **kwargs)
 
-        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_MODE)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(_MODE)):
             return vmap_by_loop(call, info, in_dims, *inputs, **keywords)
 
     return vmap
@@ -427,7 +433,7 @@ RowReader = Callable[[], Rows | None]
 
 
 def make_row_reader(
-    operator: torch._ops.OpOverload, function: Callable[..., Any] | None, names: Sequence[str]
+    operator: OpOverload, function: Callable[..., Any] | None, names: Sequence[str]
 ) -> RowReader:
     """Make a reader of a kernel's source, which runs on first use: it is too slow for an import.
 
@@ -469,7 +475,7 @@ def _alias(result: Any, arguments: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def make_tile_rule(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], read: RowReader
+    operator: OpOverload, parameters: Sequence[Parameter], read: RowReader
 ) -> Rule | None:
     """Make the rule of a tile kernel; ``f.out`` has none, like PyTorch's out variants."""
     name, is_mutable = operator.name(), operator._schema.is_mutable
@@ -505,7 +511,7 @@ def _make_rule_of_rows(name: str, read: RowReader) -> Rule:
 
 
 def _more_rows(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     rows: Rows,
     size: int,
     in_dims: Sequence[Any],
@@ -543,7 +549,7 @@ def _shape_of_more(result: Tensor, size: int, first: int | None) -> list[int] | 
 
 
 def _shapes_of(
-    operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: dict[str, Any]
+    operator: OpOverload, arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[list[int]] | None:
     """Return the shapes of the results; None if the fake kernel refuses this many rows."""
     arguments = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foo_ops.compat import is_functorch_wrapped_tensor, len_dispatch_stack
 from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.library.symbols import Sizes, have_sizes
 
@@ -92,6 +93,6 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 def has_elements(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not if it is fake or traced, nor under torch.vmap."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    is_traced = torch._C._len_torch_dispatch_stack() > 0
+    is_wrapped = is_functorch_wrapped_tensor(tensor)
+    is_traced = len_dispatch_stack() > 0
     return type(tensor) is Tensor and not tensor.is_meta and not is_wrapped and not is_traced

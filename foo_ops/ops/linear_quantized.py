@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from foo_ops import _C, library
+from foo_ops.compat import is_fake
 from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.library.symbols import Condition, either, holds
 from foo_ops.ops.arguments import require_device, require_like

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.compat import OpOverload, OpOverloadPacket
+
 # ------------------------------------------------------------------------------------------ layouts
 
 # Functions that store the same tensor in different ways.
@@ -105,7 +107,7 @@ LAYOUTS = (
 # ------------------------------------------------------------------------------------------- schema
 
 
-Operator = torch._ops.OpOverload
+Operator = OpOverload
 
 
 def overload(operator: Any) -> Operator:
@@ -116,7 +118,7 @@ def overload(operator: Any) -> Operator:
     """
     if isinstance(operator, torch.library.CustomOpDef):
         operator = operator._opoverload
-    if isinstance(operator, torch._ops.OpOverloadPacket):
+    if isinstance(operator, OpOverloadPacket):
         operator = operator.default
     if not isinstance(operator, Operator):
         raise TypeError(

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from foo_ops.compat import OpOverload
 from foo_ops.testing.arguments import (
     copy_with_layout,
     functional_form,
@@ -274,7 +275,7 @@ class OpSpec:
         >>> check_operator(spec, checks=["values", "layouts"])
     """
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     reference: Callable[..., Tensor | Tensors]
     dtypes: Sequence[torch.dtype]
     sized: Callable[[torch.dtype, int], Sample]
@@ -290,7 +291,7 @@ class OpSpec:
     gradient_budget: Callable[[Sample, Dtypes, Tensors], Tensors] | None = None
     draws: int = 0
     statistic: Callable[..., Tensor | Tensors] | None = None
-    functional: torch._ops.OpOverload | None = None
+    functional: OpOverload | None = None
 
     def __post_init__(self) -> None:
         makers = (partial(of_size, self.sized, size) for size in self.sizes)

@@ -16,7 +16,8 @@ FIRST_USES_OF_DEVICE = REPOSITORY / "tests/support/first_uses_of_device.py"
 BY_AUTOLOAD = {
     *("foo_ops", "foo_ops._autoload", "foo_ops._built_for"),
     *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._process"),
-    *("foo_ops._operators", "foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
+    *("foo_ops._operators", "foo_ops._schemas", "foo_ops.compat"),
+    "foo_ops.flash_attention_of_cpu",
 }
 
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from foo_ops.compat import disabled_torch_function, pytree, storage_use_count
 from foo_ops.integrations.transformers.replacement import holds
 from foo_ops.ops.attention.int8_cache import quantize_cache
 
@@ -54,13 +54,15 @@ class Integers(Base):
     def numbers(self) -> Tensor:
         return numbers(self.integers, self.scales, self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(
         cls, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        arguments, keywords = tree_map_only(Integers, Integers.numbers, (arguments, keywords or {}))
+        arguments, keywords = pytree.tree_map_only(
+            Integers, Integers.numbers, (arguments, keywords or {})
+        )
         return operator(*arguments, **keywords)
 
 
@@ -241,7 +243,7 @@ class Memory:
 def holders_of(tensor: Tensor) -> int:
     """Count the tensors that share its memory; a `Memory` and a layer make three."""
     storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
+    count: int = storage_use_count(storage._cdata)
     return count - 1
 
 

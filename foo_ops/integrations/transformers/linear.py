@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
+from foo_ops.compat import pytree
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
     Replacement,
@@ -294,7 +294,7 @@ class DeferredLogits:
                 return first.tanh()
             if function is F.cross_entropy and (loss := functional_loss(*arguments, **keywords)):
                 return loss[0]
-        arguments, keywords = tree_map(computed, (arguments, keywords))
+        arguments, keywords = pytree.tree_map(computed, (arguments, keywords))
         return function(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
+from foo_ops.compat import disable_current_modes, is_functorch_wrapped_tensor, len_dispatch_stack
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -273,8 +273,7 @@ def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
     """
     if weight is None or not can_multiply(input, weight, bias):
         return False
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return torch.compiler.is_compiling() or not is_wrapped(weight)
+    return torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(weight)
 
 
 def quantized_product(
@@ -331,8 +330,8 @@ def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, A
     weight = turned(layer, weight)
     looks_at_all = input.numel() >= MANY_ROWS * weight.shape[1]
     source = vars(layer).get(SOURCE)
-    if torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():
+    if len_dispatch_stack():
+        with disable_current_modes():
             renew(layer, looks_at_all)
     elif looks_at_all or source is None or not source.holds(weight):
         renew(layer, looks_at_all)

@@ -14,10 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, is_fake
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.module import _has_any_global_hook
 
+from foo_ops.compat import (
+    FakeTensor,
+    FunctionalTensor,
+    has_any_global_hook,
+    is_fake,
+    is_functorch_wrapped_tensor,
+)
 from foo_ops.library.operators import FLOATING
 
 
@@ -133,11 +137,10 @@ DEVICES = ("cpu", "foo", "meta")
 
 def has_numbers(tensor: Any) -> bool:
     """Whether a tensor has values that can be read."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (
         type(tensor) in PLAIN
         and not tensor.is_meta
-        and not is_wrapped(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and not is_fake(tensor)
     )
 
@@ -231,7 +234,7 @@ def has_hooks(module: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or has_own_forward(module)
-        or _has_any_global_hook()
+        or has_any_global_hook()
     )
 
 

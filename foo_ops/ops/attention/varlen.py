@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.compat import FakeTensor
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention.dense import NUMBERS, OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
@@ -312,7 +313,7 @@ library.register_vmap("foo::attention_varlen_backward", vmap_packed_backward)
 
 def _scores(starts_q: Tensor, starts_k: Tensor, used: Tensor | None, **options: Any) -> int:
     """Count the pairs of a query and a key of its sequence; for fake tensors, the most possible."""
-    if starts_q.is_meta or isinstance(starts_q, torch._subclasses.FakeTensor):
+    if starts_q.is_meta or isinstance(starts_q, FakeTensor):
         return (starts_q.shape[0] - 1) * options["max_seqlen_q"] * options["max_seqlen_k"]
     keys = starts_k.diff() if used is None else used
     return int((starts_q.diff().long() * keys.long()).sum())

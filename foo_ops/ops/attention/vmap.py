@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import library
+from foo_ops.compat import get_unwrapped, is_batched_tensor, maybe_get_bdim
 from foo_ops.library.operators import find
 
 # ---------------------------------------------------------------------------------- dense attention
@@ -168,9 +169,9 @@ def _fused_with_dropout(info: Any, in_dims: Dims, *inputs: Any, **options: Any) 
     # torch.randint draws as the argument `randomness` of torch.vmap says, or refuses.
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)
     seed_dim = None
-    if torch._C._functorch.is_batchedtensor(seed):
-        seed_dim = torch._C._functorch.maybe_get_bdim(seed)
-        seed = torch._C._functorch.get_unwrapped(seed)
+    if is_batched_tensor(seed):
+        seed_dim = maybe_get_bdim(seed)
+        seed = get_unwrapped(seed)
     operator = torch.ops.foo.attention_seeded.default
     dims = (*in_dims, None, None, seed_dim)
     (output, logsumexp), _ = library.vmap_by_loop(

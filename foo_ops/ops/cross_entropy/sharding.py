@@ -278,7 +278,8 @@ def classes_of(tensor: DTensor, dim: int, rows: list[Placement]) -> Classes | No
     None if all processes have all classes. A mesh dimension that shards rows shards no classes.
     """
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from foo_ops.compat import local_shape_and_global_offset
 
     is_cut = [
         isinstance(it, Shard) and it.dim == dim and not isinstance(row, Shard)
@@ -288,7 +289,7 @@ def classes_of(tensor: DTensor, dim: int, rows: list[Placement]) -> Classes | No
         return None
     mesh, total = tensor.device_mesh, tensor.shape[dim]
     placements = [Shard(0) if it else Replicate() for it in is_cut]
-    (own,), (start,) = compute_local_shape_and_global_offset((total,), mesh, placements)
+    (own,), (start,) = local_shape_and_global_offset((total,), mesh, placements)
     return Classes(mesh, rows, is_cut, start, own, total)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from foo_ops.compat import len_dispatch_stack, len_function_stack, pytree
 from foo_ops.kernels.compiler.inspection import global_names, imported_names, writes_globals
 from foo_ops.ops.flex_attention.programs import Place, Recorder, Step
 from foo_ops.ops.flex_attention.trace import Traced, record
@@ -110,7 +110,7 @@ def _made_known(traced: Traced, recorder: Recorder, tensors: list[Tensor]) -> _K
 def _describe(*arguments: Any) -> tuple[tuple[Any, ...], list[Tensor]] | None:
     """Return the key of a call, and the tensors that its functions can read."""
     score_mod, mask_mod, query = arguments
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if len_function_stack() or len_dispatch_stack():
         return None
     walk = _Walk()
     around = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())

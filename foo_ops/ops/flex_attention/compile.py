@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables import higher_order_ops as dynamo
-from torch._ops import HigherOrderOperator
 from torch.nn.attention.flex_attention import noop_mask
 
+from foo_ops.compat import (
+    FlexAttentionHigherOrderVariable,
+    HigherOrderOperator,
+    variables_of_higher_order_operators,
+)
 from foo_ops.ops.flex_attention.trace import trace
 
 
@@ -97,7 +100,7 @@ class FlexAttentionCall(HigherOrderOperator):
         return output, logsumexp
 
 
-class FlexAttentionVariable(dynamo.FlexAttentionHigherOrderVariable):
+class FlexAttentionVariable(FlexAttentionHigherOrderVariable):
     """Dynamo's variable for the operator.
 
     When Dynamo traces a function, it copies its record of attributes that were set, and continues
@@ -115,4 +118,4 @@ class FlexAttentionVariable(dynamo.FlexAttentionHigherOrderVariable):
 
 
 flex_attention_call = FlexAttentionCall()
-dynamo._hop_name_to_variable_class[flex_attention_call.__name__] = FlexAttentionVariable
+variables_of_higher_order_operators[flex_attention_call.__name__] = FlexAttentionVariable

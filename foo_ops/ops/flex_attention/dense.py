@@ -153,14 +153,16 @@ def _parts(
     block_mask: BlockMask | Function | None, query: Tensor, key: Tensor
 ) -> tuple[Function | None, tuple[Tensor | None, ...], dict[str, int]]:
     """Return the mask_mod, the lists of blocks, and the block sizes of any kind of mask."""
-    from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from foo_ops.compat import LARGE_SPARSE_BLOCK_SIZE
 
     if not isinstance(block_mask, BlockMask):
         return block_mask, (), {}
     query_block, key_block = block_mask.BLOCK_SIZE
     lengths, own = (query.shape[2], key.shape[2]), block_mask.shape[-2:]
     # torch expresses no mask as one block of this size.
-    is_none = query_block == key_block == _LARGE_SPARSE_BLOCK_SIZE
+    is_none = query_block == key_block == LARGE_SPARSE_BLOCK_SIZE
     differs = any(is_known(one != other) for one, other in zip(own, lengths))
     if not is_none and differs:
         raise ValueError(

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from foo_ops.compat import (
+    DisableAutocast,
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    TorchDispatchMode,
+    disabled_torch_function,
+    excluded_keys,
+    included_keys,
+    make_wrapper_subclass,
+    pytree,
+)
 from foo_ops.kernels.flex.program import COMPARISONS, DTYPES, FUNCTIONS, Gradient, Node, Program
 
 # ----------------------------------------------------------------------------------------- building
@@ -238,7 +246,7 @@ class Number(Tensor):
     """
 
     value: int | Part
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -250,7 +258,7 @@ class Number(Tensor):
         requires_grad: bool = False,
     ) -> Number:
         """Make a number that stands for a node or a part."""
-        number: Number = Tensor._make_wrapper_subclass(
+        number: Number = make_wrapper_subclass(
             cls, size, dtype=dtype, device=device, requires_grad=requires_grad
         )
         number.value = value
@@ -299,7 +307,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, builder: Builder, device: torch.device) -> None:
         super().__init__()
         self.builder, self._device = builder, device
-        self._excluded = torch._C._dispatch_tls_local_exclude_set()
+        self._excluded = excluded_keys()
         self.captured: list[Tensor] = []
         self.loads: list[Load] = []
         self.steps: list[Step] = []
@@ -384,7 +392,7 @@ class Recorder(TorchDispatchMode):
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record another operation by PyTorch's decomposition of it."""
-        from torch._decomp import decomposition_table
+        from foo_ops.compat import decomposition_table
 
         is_composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         decomposition = func.decompose if is_composite else decomposition_table.get(func)
@@ -401,9 +409,9 @@ class Recorder(TorchDispatchMode):
 
     def outside(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as outside of the trace, where torch.func and torch.export may be."""
-        included = torch._C._dispatch_tls_local_include_set()
-        keys = torch._C._ForceDispatchKeyGuard(included, self._excluded)
-        with keys, torch._C._DisableAutocast():
+        included = included_keys()
+        keys = ForceDispatchKeyGuard(included, self._excluded)
+        with keys, DisableAutocast():
             return func(*args, **kwargs)
 
     def input(self, name: str, dtype: torch.dtype, requires_grad: bool = False) -> Tensor:

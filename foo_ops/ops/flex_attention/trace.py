@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from foo_ops.compat import (
+    DisableAutocast,
+    DisableFuncTorch,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    is_functorch_wrapped_tensor,
+    len_dispatch_stack_pre_dispatch,
+    pytree,
+    saved_tensors_hooks_are_enabled,
+)
 from foo_ops.kernels.flex.program import Gradient
 from foo_ops.ops.flex_attention.programs import (
     Builder,
@@ -71,9 +81,9 @@ class Reader(TorchFunctionMode):
 
     def _is_of_others(self, tensor: Tensor) -> bool:
         """Whether torch.func or torch.export has to see operations on a tensor."""
-        if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        if len_dispatch_stack_pre_dispatch():
             return id(tensor) not in self._recorder.created
-        return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return is_functorch_wrapped_tensor(tensor)
 
     def _indexed(self, tensor: Tensor, items: list[Any]) -> Any:
         """Return an element or a part; slices are taken first, as they are equal for all scores."""
@@ -247,12 +257,12 @@ class _Tracer:
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
     """Make a trace the same within autocast, checkpoints, transforms and exports."""
-    pre_dispatch = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    pre_dispatch = DispatchKeySet(DispatchKey.PreDispatch)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(pre_dispatch))
-        stack.enter_context(torch._C._DisableFuncTorch())
-        stack.enter_context(torch._C._DisableAutocast())
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        stack.enter_context(ExcludeDispatchKeyGuard(pre_dispatch))
+        stack.enter_context(DisableFuncTorch())
+        stack.enter_context(DisableAutocast())
+        if saved_tensors_hooks_are_enabled():
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
             stack.enter_context(hooks)
         yield

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from foo_ops import library
+from foo_ops.compat import pytree
 from foo_ops.ops.attention.vmap import Fold, shape_of
 
 Dims = tuple[Any, ...]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from foo_ops.compat import has_kernel_for_key
 from foo_ops.library.operators import DISPATCH_KEYS, dtype_name
 from foo_ops.testing.arguments import named_tensors, out_names, unwritten
 from foo_ops.testing.checks.matrix import Case, cases, failing_as
@@ -73,7 +74,7 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
     of_device = f"Autograd{DISPATCH_KEYS[torch.device(case.device).type]}"
     keys = ("CompositeImplicitAutograd", "Autograd", of_device)
     name = case.spec.name
-    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
+    if not any(has_kernel_for_key(name, key) for key in keys):
         # A Python kernel may still have gradients, but only in eager mode.
         raise AssertionError(
             "there is no formula of its gradient: register one (torch.library.register_autograd), "

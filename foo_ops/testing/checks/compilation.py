@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
 
+from foo_ops.compat import OpOverload, has_kernel_for_key, pytree
 from foo_ops.testing.arguments import (
     as_tuple,
     bound,
@@ -198,7 +198,7 @@ def reads_a_clone_elsewhere() -> bool:
 
 
 @functools.cache
-def adding_operator() -> torch._ops.OpOverload:
+def adding_operator() -> OpOverload:
     """Define an operator that adds 1 to its argument, with PyTorch alone."""
 
     def add_one(x: Tensor) -> None:
@@ -308,7 +308,7 @@ def check_compiled_forward(case: Case, samples: Sequence[Sample], functions: Fun
 
 def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expected: Tensors) -> None:
     """Compare bit by bit, unless the operator is a composite, whose parts a compiler may change."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "CompositeImplicitAutograd"):
+    if has_kernel_for_key(case.spec.name, "CompositeImplicitAutograd"):
         check_outputs(case.spec, sample, case.dtype, outputs)
     else:
         same("compiled, the outputs differ", outputs, expected)
@@ -476,7 +476,7 @@ def reason_of_recompiling(case: Case, first: Sample, sample: Sample, size: int, 
     )
 
 
-def named_sizes(operator: torch._ops.OpOverload, sample: Sample) -> Iterator[tuple[str, int]]:
+def named_sizes(operator: OpOverload, sample: Sample) -> Iterator[tuple[str, int]]:
     """Yield the sizes and integers of a call, with their names from the schema."""
     for argument, value in bound(operator, sample.inputs, sample.keywords):
         name = argument.name
@@ -486,7 +486,7 @@ def named_sizes(operator: torch._ops.OpOverload, sample: Sample) -> Iterator[tup
             yield name, value
 
 
-def decided_size(operator: torch._ops.OpOverload, error: str) -> str:
+def decided_size(operator: OpOverload, error: str) -> str:
     """Name the size that failed Dynamo's guard."""
     position = r"calls\[\d+\]\[(?:0\]\[(\d+)|1\]\['(\w+)')\]"
     found = re.search(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from foo_ops.compat import has_kernel_for_key, set_vmap_fallback_warning_enabled
 from foo_ops.testing.checks.calls import (
     check_both,
     differentiable_names,
@@ -275,7 +275,7 @@ def mapped(case: Case) -> None:
     except NOT_THERE:
         return
     # Without a rule PyTorch loops over calls; the message then must not blame a rule.
-    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "FuncTorchBatched")
+    has_rule = has_kernel_for_key(case.spec.name, "FuncTorchBatched")
     how = (
         "" if has_rule else " (by a loop of PyTorch's, as the operator has no rule for torch.vmap)"
     )
@@ -293,12 +293,11 @@ def without_advice_on_speed() -> Iterator[None]:
 
     C++ writes it to standard error, past Python's warning filters.
     """
-    functorch: Any = torch._C._functorch
-    functorch._set_vmap_fallback_warning_enabled(False)
+    set_vmap_fallback_warning_enabled(False)
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
+        set_vmap_fallback_warning_enabled(True)
 
 
 def reordered(case: Case, sample: Sample) -> Sample:

@@ -63,9 +63,9 @@ def poisoned_memory() -> Iterator[None]:
 @contextlib.contextmanager
 def without_cached_fakes() -> Iterator[None]:
     """Disable torch's cache of fake tensors, which costs more than it saves with symbolic sizes."""
-    import torch._dynamo.config
+    from foo_ops.compat import dynamo_config
 
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+    with dynamo_config.patch(fake_tensor_cache_enabled=False):
         yield
 
 
@@ -101,21 +101,19 @@ def failing_as(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
     """Ignore graphs that other checks compiled, in memory or on disk, and leave none behind."""
-    import torch._functorch.config
-    import torch._inductor.config
-    import torch.fx.experimental._config
+    from foo_ops.compat import dynamo_config, functorch_config, inductor_config, symbols_config
 
     torch.compiler.reset()
     with (
         # Graphs cached on disk call operators with the schemas of their time.
-        torch._functorch.config.patch(enable_autograd_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
         # The compiler's own vectorized loops are not under test, and take a third of its time.
-        torch._inductor.config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
+        dynamo_config.patch(capture_dynamic_output_shape_ops=True),
         without_cached_fakes(),
         # Otherwise sizes that are equal by accident, such as the 9 of a fixed weight, become one
         # symbol.
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        symbols_config.patch(use_duck_shape=False),
     ):
         yield
     torch.compiler.reset()

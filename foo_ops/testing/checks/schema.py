@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import library
+from foo_ops.compat import OpOverload
 from foo_ops.library.checks import OPCHECKS
 from foo_ops.testing.arguments import (
     as_tuple,
@@ -195,7 +196,7 @@ def opcheck(case: Case) -> None:
         raise AssertionError("; ".join(failed) + hint_at_tag(case.spec.operator))
 
 
-def hint_at_tag(operator: torch._ops.OpOverload) -> str:
+def hint_at_tag(operator: OpOverload) -> str:
     """Explain that torch functionalizes operators that return written arguments only by a tag."""
     returned = any(result.alias_info is not None for result in operator._schema.returns)
     if not returned or torch.Tag.inplace in operator.tags or operator._overloadname != "default":
@@ -221,8 +222,9 @@ def fake_kernel_in_layouts(case: Case) -> None:
 
 def check_fake(case: Case, sample: Sample) -> None:
     """Compare shape, dtype, device and strides."""
-    from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from foo_ops.compat import FakeTensorMode, UnsupportedOperatorException
 
     with without_cached_fakes():
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
@@ -248,7 +250,7 @@ def check_fake(case: Case, sample: Sample) -> None:
 
 def fake_of(tensor: Tensor, mode: Any) -> Tensor:
     """Make a fake tensor of the same shape and strides."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from foo_ops.compat import FakeTensor
 
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         converted: Tensor = mode.from_tensor(tensor)

@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.testing._comparison import default_tolerances
-from torch.testing._internal import common_cuda
-from torch.testing._internal.common_modules import module_db
-from torch.testing._internal.common_optimizers import optim_db
-from torch.testing._internal.opinfo.core import SampleInput
-from torch.utils._pytree import tree_leaves, tree_map
 
+from foo_ops.compat import SampleInput, common_cuda, default_tolerances, module_db, optim_db, pytree
 from foo_ops.testing.conformance.comparison import (
     UNINITIALIZED,
     agree,
@@ -42,7 +37,7 @@ for _name in list(vars(common_cuda)):
     ):
         setattr(common_cuda, _name, True)
 
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from foo_ops.compat import op_db  # noqa: E402
 
 # Samples to run per operator and dtype, evenly chosen.
 MAX_SAMPLES = 6
@@ -72,7 +67,7 @@ def call_of(op: Any, sample: Any, **options: Any) -> Callable[[], Any]:
 
 
 def leaves_of(sample: Any) -> list[Any]:
-    return tree_leaves((sample.input, sample.args, sample.kwargs))
+    return pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
 
 
 def is_about_a_device(sample: Any) -> bool:
@@ -94,7 +89,7 @@ def inputs_with_gradient(sample: Any) -> list[torch.Tensor]:
 def differentiable(results: Any) -> list[torch.Tensor]:
     return [
         leaf
-        for leaf in tree_leaves(results)
+        for leaf in pytree.tree_leaves(results)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
 
@@ -205,7 +200,7 @@ def _widened(sample: SampleInput, to_float32: bool) -> SampleInput:
 
 
 def _compare(actual: Any, expected: Any, what: str) -> None:
-    actual_leaves, expected_leaves = tree_leaves(actual), tree_leaves(expected)
+    actual_leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
     assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
     for one, other in zip(actual_leaves, expected_leaves):
         if isinstance(other, torch.Tensor):
@@ -245,9 +240,9 @@ def _check_variants(op: Any, there: SampleInput, result: Any, what: str) -> None
     )
     if op.supports_out and is_strided(there):
         for make in (torch.zeros_like, lambda each: each.new_empty(0)):
-            out = tree_map(make, result)
+            out = pytree.tree_map(make, result)
             written = call_of(op, there, out=out)()
-            for one, other, expected in zip(*map(tree_leaves, (written, out, result))):
+            for one, other, expected in zip(*map(pytree.tree_leaves, (written, out, result))):
                 assert one is other, f"{what}, out=: another tensor comes back"
                 _assert_equal(one, expected, f"{what}, out=")
     in_place = op.get_inplace()
@@ -294,7 +289,7 @@ BACKEND = "aot_eager_decomp_partition"
 
 
 def _compiled(op: Any, sample: Any) -> Callable[[], Any]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     function = torch.compile(op.op, backend=BACKEND, fullgraph=True)
     return lambda: function(sample.input, *sample.args, **sample.kwargs)
 
@@ -505,7 +500,7 @@ def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
     expected, error = outcome(call_of(op, sample))
     if error is not None or not all(
         isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-        for leaf in tree_leaves(expected)
+        for leaf in pytree.tree_leaves(expected)
     ):
         return
 
@@ -514,16 +509,18 @@ def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
 
     def fresh(size_matches: bool) -> Any:
         make = torch.zeros_like if size_matches else lambda each: each.new_empty(0)
-        return tree_map(make, expected)
+        return pytree.tree_map(make, expected)
 
     there = sample_there(op, sample)
     for size_matches in (True, False):
         cpu_out = fresh(size_matches)
-        there_out = tree_map(to_device, fresh(size_matches))
+        there_out = pytree.tree_map(to_device, fresh(size_matches))
         results = agree(call(there, there_out), call(sample, cpu_out), what, values=values)
         if results is not None:
             (there_result, _), (cpu_result, _) = results
-            for leaves in zip(*map(tree_leaves, (there_result, there_out, cpu_result, cpu_out))):
+            for leaves in zip(
+                *map(pytree.tree_leaves, (there_result, there_out, cpu_result, cpu_out))
+            ):
                 is_out = leaves[0] is leaves[1], leaves[2] is leaves[3]
                 assert is_out[0] == is_out[1], f"{what}: another tensor comes back"
 
@@ -535,7 +532,7 @@ def _check_in_place(op: Any, sample: Any, what: str, values: bool) -> None:
     sample = _detached(sample)
 
     def call(sample: Any) -> Callable[[], Any]:
-        target = tree_map(
+        target = pytree.tree_map(
             lambda each: each.clone() if isinstance(each, torch.Tensor) else each, sample.input
         )
         return lambda: (in_place(target, *sample.args, **sample.kwargs), target)
@@ -566,7 +563,7 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     if info.is_lazy:  # the first call creates its parameters
         module(*forward.args, **forward.kwargs)
     there = to_device(copy.deepcopy(module))
-    there_args, there_kwargs = tree_map(mapper(to_device), (forward.args, forward.kwargs))
+    there_args, there_kwargs = pytree.tree_map(mapper(to_device), (forward.args, forward.kwargs))
     results = agree(
         lambda: there(*there_args, **there_kwargs),
         lambda: module(*forward.args, **forward.kwargs),
@@ -578,7 +575,7 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     def leaves(args: Any, module: torch.nn.Module) -> list[torch.Tensor]:
         tensors = [
             leaf
-            for leaf in tree_leaves(args)
+            for leaf in pytree.tree_leaves(args)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         return tensors + [each for each in module.parameters() if each.requires_grad]

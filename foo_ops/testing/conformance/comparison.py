@@ -4,14 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from foo_ops.compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    SampleInput,
+    default_tolerances,
+    pytree,
 )
-from torch.testing._comparison import default_tolerances
-from torch.testing._internal.opinfo.core import SampleInput
-from torch.utils._pytree import tree_leaves, tree_map
 
 # ------------------------------------------------------------------------------------------ results
 
@@ -142,9 +143,9 @@ def sample_there(op: Any, sample: SampleInput) -> SampleInput:
 def map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInput:
     """Map tensors, devices and generators; the sample's own method maps tensors only."""
     result = SampleInput(
-        tree_map(function, sample.input),
-        args=tree_map(function, sample.args),
-        kwargs=tree_map(function, sample.kwargs),
+        pytree.tree_map(function, sample.input),
+        args=pytree.tree_map(function, sample.args),
+        kwargs=pytree.tree_map(function, sample.kwargs),
     )
     result.output_process_fn_grad = sample.output_process_fn_grad
     result.broadcasts_input = sample.broadcasts_input
@@ -177,7 +178,7 @@ def tolerance(expected: torch.Tensor) -> dict[str, Any]:
 
 
 def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> None:
-    actual_leaves, expected_leaves = tree_leaves(actual), tree_leaves(expected)
+    actual_leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
     assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
     for one, other in zip(actual_leaves, expected_leaves):
         if not isinstance(other, torch.Tensor):
@@ -248,7 +249,7 @@ def to_channels_last(value: Any) -> Any:
 def _layouts(result: Any) -> list[Any]:
     return [
         (leaf.dtype, tuple(leaf.shape), leaf.stride())
-        for leaf in tree_leaves(result)
+        for leaf in pytree.tree_leaves(result)
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
     ]
 
