@@ -123,6 +123,23 @@ def rows():
     return cases
 
 
+def experts():
+    index = torch.tensor([[0, 2], [1, 0], [2, 3], [0, 1], [2, 0], [3, 1]])
+    weights = [randn(6, 2), randn(3, 8, 6), randn(3, 6, 4), randn(3, 8), randn(3, 6)]
+    return {
+        "moe_experts": (foo_ops.moe_experts, [randn(6, 6), index, *weights]),
+        "moe_experts without bias": (foo_ops.moe_experts, [randn(6, 6), index, *weights[:3]]),
+        "grouped_linear": (
+            foo_ops.grouped_linear,
+            [randn(7, 6), randn(3, 4, 6), torch.tensor([2, 2, 6]), randn(3, 4)],
+        ),
+        "grouped_linear without bias": (
+            foo_ops.grouped_linear,
+            [randn(7, 6), randn(3, 4, 6), torch.tensor([2, 2, 6])],
+        ),
+    }
+
+
 def products():
     int8 = foo_ops.quantize_weight(randn(10, 8), 8)
     int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
@@ -249,6 +266,10 @@ def on_rows():
 
 def on_products():
     check_cases(products)
+
+
+def on_experts():
+    check_cases(experts)
 
 
 def on_heads():

@@ -13,7 +13,7 @@ CHECKS = Path(__file__).with_name("sharding_checks.py")
 @pytest.mark.parametrize(
     "checks",
     [
-        ["on_elements", "on_rows", "on_products"],
+        ["on_elements", "on_rows", "on_products", "on_experts"],
         *whole(
             ["on_heads"],
             ["on_dropout"],

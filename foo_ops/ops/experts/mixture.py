@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops._process import after_import
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.experts.grouped_linear import empty_gradient
 from foo_ops.ops.linear import any_requires_grad
@@ -347,6 +348,34 @@ for _name in (*FORWARD, *BACKWARD):
 def sharding(*inputs: Any, **_: Any) -> str:
     """Shard tokens."""
     return "t ., t ., t ., . . ., . . ., . ., . . -> t ."
+
+
+@library.register_sharding("foo::moe_experts_backward")
+def backward_sharding(*inputs: Any, **_: Any) -> str:
+    return "t ., t ., t ., t ., . . ., . . ., . ., . . -> t ., t ., . . ., . . ., . ., . ."
+
+
+def register_with_dtensor() -> None:
+    """Let DTensors, whose tokens are sharded, compute projections again instead of keeping them.
+
+    Those of a process are in the order of its own choices.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def forward(mode: Any, _: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        output = torch.ops.foo.moe_experts.default(*args, **kwargs)
+        return output, output.to_local().new_empty(0)
+
+    def backward(mode: Any, _: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        *inputs, _ = args
+        found: tuple[Tensor, ...] = torch.ops.foo.moe_experts_backward.default(*inputs, **kwargs)
+        return found
+
+    library.register_torch_dispatch(FORWARD[1], DTensor, forward)
+    library.register_torch_dispatch(BACKWARD[1], DTensor, backward)
+
+
+after_import("torch.distributed.tensor", register_with_dtensor)
 
 
 def flops_of(choices: int, depth: int, projected: int, results: int, is_gated: bool = True) -> int:
