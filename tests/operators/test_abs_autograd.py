@@ -90,6 +90,18 @@ def test_out_refuses_autograd(device):
         needs_gradient.requires_grad_(False)
 
 
+def test_writes_to_inference_tensors(device):
+    """They have no version to count, and may be written with ordinary tensors beside them."""
+    with torch.inference_mode():
+        out = torch.zeros(3, device=device)
+        caches = torch.zeros(2, 1, 2, 8, 4, device=device).unbind()
+    torch.ops.foo.abs.out(-torch.ones(3, device=device), out=out)
+    assert out.tolist() == [1.0, 1.0, 1.0]
+    rows, position = torch.ones(1, 2, 3, 4, device=device), torch.zeros(1, dtype=torch.int64)
+    foo_ops.cache_append(*caches, rows, rows, position.to(device))
+    assert all(cache.sum() == 24 for cache in caches)
+
+
 def test_inference_tensors(device):
     with torch.inference_mode():
         x = torch.tensor([-1.0], device=device)
