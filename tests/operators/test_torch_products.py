@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import foo_ops
 from foo_ops import _C
 from foo_ops.kernels.compiler.processor import has_matrix_unit
+from foo_ops.testing import reference
 
 EVENT = "foo::linear by aten::mm"
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -213,6 +214,43 @@ def test_same_result_for_every_number_of_threads(family, rows, dtype):
         torch.set_num_threads(before)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
+
+
+def grouped(input, weight, gradient):
+    """Compute products of groups of 24, 0, 3, 300 and all other rows, and their gradients."""
+    groups = weight.unflatten(0, (5, OUTPUTS // 5))
+    offsets = torch.tensor([24, 24, 27, 327, len(input)], device=input.device)
+    bias, grad = groups[..., 0].contiguous(), gradient[:, : OUTPUTS // 5].contiguous()
+    output = foo_ops.grouped_linear(input, groups, offsets, bias)
+    gradients = torch.ops.foo.grouped_linear_backward(
+        grad, input, groups, offsets, bias_requires_grad=True
+    )
+
+    def exact():
+        leaves = [it.double().requires_grad_() for it in (input, groups, bias)]
+        result = reference.grouped_linear(leaves[0], leaves[1], offsets, leaves[2])
+        return result, *torch.autograd.grad(result, leaves, grad.double())
+
+    return (output, *gradients), exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups(family, dtype):
+    """Products of groups take the routes of the table as well, for any number of threads alike."""
+    given = tuple(tensors(1100, dtype, "cpu"))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (2, 1, 3):
+            torch.set_num_threads(threads)
+            results.append(grouped(*given))
+    finally:
+        torch.set_num_threads(before)
+    (first, exact), *others = results
+    for result, expected in zip(first, exact()):
+        assert_near(result, expected.detach(), roundings=ROUNDINGS[dtype])
+    if (family, dtype) != ("intel-amx", torch.bfloat16) or has_matrix_unit():
+        for other, _ in others:
+            assert all(map(torch.equal, first, other))
 
 
 SWITCHED_OFF = f"""
