@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support.exact import assert_near
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foo_ops
@@ -19,6 +20,7 @@ from foo_ops.testing import (
     reference,
 )
 
+GPT_OSS = {"is_interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 TOKENS, EXPERTS, TOP_K, DEPTH, COLUMNS = 5, 3, 2, 8, 4
 
 
@@ -161,6 +163,51 @@ def test_gradients_lie_as_weights_do():
     foo_ops.moe_experts(**given).sum().backward()
     for name in ("gate_up", "down"):
         assert given[name].grad.stride() == given[name].stride()
+
+
+def quantized(weight, bits, group_size):
+    """Return the weights of all experts as integers with scales and zeros, and their numbers."""
+    parts = zip(*(foo_ops.quantize_weight(it, bits, group_size) for it in weight))
+    integers, scale, *zero = (torch.stack(part) for part in parts)
+    if bits == 8:
+        return (integers, scale, None), integers.double() * scale.double().unsqueeze(-1)
+    numbers = [
+        reference.numbers_of_int4(*(it.double() if it.is_floating_point() else it for it in each))
+        for each in zip(integers, scale, *zero, [torch.tensor(group_size)] * len(weight))
+    ]
+    return (integers, scale, *zero), torch.stack(numbers)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("dtype", MOE_EXPERTS.dtypes)
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64)])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 60])
+def test_weights_of_few_bits(tokens, bits, group_size, dtype, device):
+    """Results and gradients are those of the numbers that the integers stand for."""
+    hidden, weight, gate_up, down, up_bias, down_bias = random(
+        "quantized",
+        *((tokens, 128), (tokens, 2), (4, 2 * 64, 128), (4, 128, 64), (4, 128), (4, 128)),
+        dtype=dtype,
+    )
+    index = torch.arange(2 * tokens).view(tokens, 2) % 3
+    (up, up_numbers), (low, low_numbers) = (
+        quantized(it / it.shape[-1] ** 0.5, bits, group_size) for it in (gate_up, down)
+    )
+    leaves = [hidden, weight, up_bias, down_bias]
+    exact = [it.double().requires_grad_() for it in leaves]
+    expected = reference.moe_experts(
+        exact[0], index, exact[1], up_numbers, low_numbers, *exact[2:], **GPT_OSS
+    )
+    leaves = [it.to(device).requires_grad_() for it in leaves]
+    integers = [None if it is None else it.to(device) for it in (*up, *low)]
+    output = foo_ops.moe_experts_quantized(
+        leaves[0], index.to(device), leaves[1], *integers, *leaves[2:], **GPT_OSS
+    )
+    assert_near(output.detach(), expected.detach(), roundings=64)
+    grad = torch.ones_like(expected)
+    gradients = torch.autograd.grad(output, leaves, grad.to(device, dtype))
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, exact, grad)):
+        assert_near(ours, theirs, roundings=256)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

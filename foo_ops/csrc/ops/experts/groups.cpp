@@ -202,7 +202,6 @@ at::Tensor make_grad_matrices(const at::Tensor& matrices) {
 void check_group_bias(const char* name, const char* argument, const at::Tensor& bias,
                       const char* of, const at::Tensor& matrices) {
   check_dimensions(name, argument, bias, 2, "(E, N)");
-  check_like(name, argument, bias, of, matrices);
   const std::string has = std::string(of) + " has";
   check_count(name, argument, "rows", bias.sym_size(0), matrices.sym_size(0),
               (has + " matrices").c_str());
@@ -307,6 +306,7 @@ void check_grouped_linear(const at::Tensor& input, const at::Tensor& weight,
   check_offsets(input, weight, offsets);
   if (bias.has_value()) {
     check_group_bias(kGroupedLinear, "bias", *bias, "weight", weight);
+    check_like(kGroupedLinear, "bias", *bias, "input", input);
   }
 }
 

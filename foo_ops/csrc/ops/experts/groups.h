@@ -64,8 +64,8 @@ void add_grad_bias(std::vector<Product>& products, const at::Tensor& grad_bias,
 // Returns an uninitialized tensor of the matrices' shape and order in memory.
 at::Tensor make_grad_matrices(const at::Tensor& matrices);
 
-// Checks a bias of groups, (E, N) as the matrices `of` are (E, N, K). Raises, and reads only
-// metadata.
+// Checks the shape of a bias of groups, (E, N) as the matrices `of` are (E, N, K). Raises, and
+// reads only metadata.
 void check_group_bias(const char* name, const char* argument, const at::Tensor& bias,
                       const char* of, const at::Tensor& matrices);
 
