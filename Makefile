@@ -79,10 +79,13 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --
 
 IN_PART := $(if $(PART),--part $(PART))
 
-# The cases that find most, in ten minutes. In two runs: pytest and what tests leave behind would take
-# 2 GB in each process of one.
+# The cases that find most, in ten minutes. In three runs: collected cases, and compiled code that is
+# never unloaded, would take 2 GB in each process of one.
+MATRIX := tests/operators/test_matrix.py
+
 test: $(VENV)/.with-test
-	$(PYTEST) tests/operators; operators=$$?; $(PYTEST) tests --ignore tests/operators && exit $$operators
+	@failed=0; for cases in "$(MATRIX)" "tests/operators --ignore $(MATRIX)" "tests --ignore tests/operators"; do \
+		echo "pytest $$cases"; $(PYTEST) $$cases || failed=1; done; exit $$failed
 
 # Everything, an hour and more: all dtypes, devices and samples, Inductor, several processes, models
 # of transformers, and kernels as on other processors. PART=2/4 runs the second of four parts.
