@@ -142,6 +142,12 @@ TORCH_LIBRARY_IMPL(foo, CompositeImplicitAutograd, library) {
   library.impl("attention_dropout_numbers", &dropout_numbers);
 }
 
+// Under torch.vmap of a gradient the call comes here, below autograd, and torch's operator that
+// draws follows the argument ``randomness``.
+TORCH_LIBRARY_IMPL(foo, FuncTorchBatched, library) {
+  library.impl("attention_dropout_numbers", &dropout_numbers);
+}
+
 TORCH_LIBRARY_IMPL(foo, Autograd, library) {
   library.impl("attention", boxed<&draw_and_differentiate<"foo::attention">>());
   library.impl("attention_varlen", boxed<&draw_and_differentiate<"foo::attention_varlen">>());
