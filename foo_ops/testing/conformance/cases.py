@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foo_ops.compat import SampleInput, common_cuda, default_tolerances, module_db, optim_db, pytree
+from foo_ops.compat import common_cuda, default_tolerances, pytree
 from foo_ops.testing.conformance.comparison import (
     UNINITIALIZED,
     agree,
@@ -30,14 +30,14 @@ from foo_ops.testing.conformance.comparison import (
 
 
 # op_db omits what this machine's GPU cannot do. It shall list everything that CUDA can, so that the
-# cases do not depend on the machine.
+# cases do not depend on the machine. module_db imports op_db, and so comes later, too.
 for _name in list(vars(common_cuda)):
     if _name.startswith("PLATFORM_SUPPORTS_") or (
         _name.startswith("SM") and _name.endswith("OrLater")
     ):
         setattr(common_cuda, _name, True)
 
-from foo_ops.compat import op_db  # noqa: E402
+from foo_ops.compat import SampleInput, module_db, op_db, optim_db  # noqa: E402
 
 # Samples to run per operator and dtype, evenly chosen.
 MAX_SAMPLES = 6
