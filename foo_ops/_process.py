@@ -14,7 +14,7 @@ from typing import Any
 
 # ---------------------------------------------------------------------------- environment variables
 
-# Those that switch something on or off.
+# Switches.
 
 
 def switch(name: str) -> bool | None:

@@ -133,7 +133,7 @@ LATER = {
     "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",  # (2.13)
     "NestedTensor": "torch.nested._internal.nested_tensor:NestedTensor",  # jagged (2.13)
     "symbols_config": "torch.fx.experimental._config",  # options of symbolic shapes
-    # What operators are in terms of others.
+    # Decompositions of operators into others.
     "decomposition_table": "torch._decomp:decomposition_table",
     "broadcast_shapes": "torch._refs:_broadcast_shapes",
     "ELEMENTWISE_TYPE_PROMOTION_KIND": "torch._prims_common:ELEMENTWISE_TYPE_PROMOTION_KIND",

@@ -24,7 +24,7 @@ def closing_over(scale):
 
 
 def test_names():
-    """Those in a comprehension count, too."""
+    """Include those in comprehensions."""
     code = closing_over(1.0).__code__
     assert inspection.global_names(code) == {"torch", "math", "FACTOR"}
     assert inspection.imported_names(code) == {"string"}

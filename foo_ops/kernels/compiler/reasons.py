@@ -20,7 +20,7 @@ from foo_ops.kernels.compiler.inspection import references
 
 # ------------------------------------------------------------------------------------------- advice
 
-# What to write in place of a function of Python, NumPy or torch.
+# Advice: the code that replaces a function of Python, NumPy or torch.
 
 
 LOOP = "for i in range({})"

@@ -102,7 +102,7 @@ def linear_cross_entropy(
     """
     require_reduction("linear_cross_entropy", reduction)
     operator = torch.ops.foo.linear_cross_entropy
-    # What training keeps are results, so that it has a schema of its own. Exponentials of capped
+    # Training keeps further results, so that it has a schema of its own. Exponentials of capped
     # logits are not kept.
     if not softcap > 0.0 and any_requires_grad(hidden, weight, bias):
         operator = torch.ops.foo.linear_cross_entropy_training
