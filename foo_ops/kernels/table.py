@@ -24,6 +24,8 @@ INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
 INT8_FEW_ROWS = Maker(QUANTIZED, "make_int8_few_rows_kernel")
 INT4_PRODUCT = Maker(QUANTIZED, "make_int4_product_kernel")
 INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
+MXFP4_PRODUCT = Maker(QUANTIZED, "make_mxfp4_product_kernel")
+MXFP4_FEW_ROWS = Maker(QUANTIZED, "make_mxfp4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
 LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
 LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy", "make_gradient_kernel")
@@ -67,6 +69,8 @@ _OWN = (
         OwnKernel(f"linear_int4_few_rows.{size}", INT4_FEW_ROWS, {"group_size": size})
         for size in (32, 64, 128)
     ),
+    OwnKernel("linear_mxfp4_product", MXFP4_PRODUCT),
+    OwnKernel("linear_mxfp4_few_rows", MXFP4_FEW_ROWS),
     OwnKernel("cross_entropy_statistics", STATISTICS),
     OwnKernel("cross_entropy_loss", LOSS),
     OwnKernel("cross_entropy_gradient", LOSS_GRADIENT),

@@ -17,6 +17,7 @@ from foo_ops.ops.experts.quantized import moe_experts_quantized
 from foo_ops.ops.flex_attention.dense import flex_attention
 from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
 from foo_ops.ops.linear import linear, linear_silu_mul
+from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4, linear_mxfp4, quantize_mxfp4
 from foo_ops.ops.linear_quantized import (
     dequantize_weight,
     linear_int4,
@@ -34,6 +35,7 @@ __all__ = [
     "attention_int8_cache",
     "attention_varlen",
     "cache_append",
+    "dequantize_mxfp4",
     "dequantize_weight",
     "flex_attention",
     "flex_attention_varlen",
@@ -42,10 +44,12 @@ __all__ = [
     "linear_cross_entropy",
     "linear_int4",
     "linear_int8",
+    "linear_mxfp4",
     "linear_silu_mul",
     "moe_experts",
     "moe_experts_quantized",
     "quantize_cache",
+    "quantize_mxfp4",
     "quantize_weight",
     "rms_norm",
     "rotary_embedding",

@@ -131,6 +131,32 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     return output if bias is None else output + bias
 
 
+def numbers_of_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the numbers of codes of sign, two bits of exponent and one of mantissa, in float64."""
+
+    def number_of(code: int) -> float:
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        magnitude = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+        return -magnitude if sign else magnitude
+
+    numbers = torch.tensor([number_of(code) for code in range(16)], dtype=torch.float64)
+    numbers = numbers.to(weight.device)
+    value = torch.empty((*weight.shape[:-1], 2 * weight.shape[-1]), dtype=torch.float64)
+    value = value.to(weight.device)
+    value[..., ::2] = numbers[(weight % 16).long()]
+    value[..., 1::2] = numbers[torch.div(weight, 16, rounding_mode="floor").long()]
+    powers = torch.tensor([*(2.0 ** (it - 127) for it in range(255)), torch.nan])
+    factors = powers.double().to(weight.device)[scale.long()]
+    return value * factors.repeat_interleave(32, -1)
+
+
+def linear_mxfp4(
+    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply rows by an MXFP4 weight, and add a bias."""
+    return linear(input, numbers_of_mxfp4(weight, scale), bias)
+
+
 def linear_int4(
     input: Tensor,
     weight: Tensor,

@@ -143,6 +143,7 @@ def experts():
 def products():
     int8 = foo_ops.quantize_weight(randn(10, 8), 8)
     int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
+    mxfp4 = foo_ops.quantize_mxfp4(randn(10, 128))
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
@@ -151,6 +152,8 @@ def products():
         "linear_int8 without bias": (foo_ops.linear_int8, [randn(4, 6, 8), *int8]),
         "linear_int4": (linear_int4, [randn(4, 6, 128), *int4, randn(10)]),
         "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),
+        "linear_mxfp4": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4, randn(10)]),
+        "linear_mxfp4 without bias": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4]),
     }
 
 

@@ -10,6 +10,7 @@ HIDDEN, WEIGHT = torch.randn(4, 8), torch.randn(6, 8)
 TARGET = torch.tensor([0, 1, 2, 3])
 INT8 = foo_ops.quantize_weight(WEIGHT, 8)
 WIDE = torch.randn(4, 64)
+MXFP4 = foo_ops.quantize_mxfp4(torch.randn(6, 64))
 INT4 = foo_ops.quantize_weight(torch.randn(6, 64), 4, 32)
 linear, silu_mul = foo_ops.linear, foo_ops.linear_silu_mul
 of_hidden, of_logits = foo_ops.linear_cross_entropy, foo_ops.softmax_cross_entropy
@@ -27,6 +28,10 @@ CALLS = {
     "int8 of one dimension": lambda x: foo_ops.linear_int8(x, INT8[0][0], INT8[1]),
     "group size": lambda x: foo_ops.linear_int4(WIDE * x[0, 0], *INT4, group_size=64),
     "group size of zero": lambda x: foo_ops.linear_int4(WIDE * x[0, 0], *INT4, group_size=0),
+    "mxfp4 with a row less": lambda x: foo_ops.linear_mxfp4(WIDE * x[0, 0], MXFP4[0], MXFP4[1][:5]),
+    "mxfp4 with scales of numbers": lambda x: foo_ops.linear_mxfp4(
+        WIDE * x[0, 0], MXFP4[0], MXFP4[1].float()
+    ),
     "zero of another dtype": lambda x: foo_ops.linear_int4(
         WIDE * x[0, 0], INT4[0], INT4[1], INT4[2].int(), group_size=32
     ),

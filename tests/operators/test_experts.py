@@ -165,8 +165,14 @@ def test_gradients_lie_as_weights_do():
         assert given[name].grad.stride() == given[name].stride()
 
 
+MXFP4 = "mxfp4"
+
+
 def quantized(weight, bits, group_size):
     """Return the weights of all experts as integers with scales and zeros, and their numbers."""
+    if bits == MXFP4:
+        parts = foo_ops.quantize_mxfp4(weight)
+        return (*parts, None), reference.numbers_of_mxfp4(*parts)
     parts = zip(*(foo_ops.quantize_weight(it, bits, group_size) for it in weight))
     integers, scale, *zero = (torch.stack(part) for part in parts)
     if bits == 8:
@@ -180,7 +186,7 @@ def quantized(weight, bits, group_size):
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 @pytest.mark.parametrize("dtype", MOE_EXPERTS.dtypes)
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64)])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64), (MXFP4, None)])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 60])
 def test_weights_of_few_bits(tokens, bits, group_size, dtype, device):
     """Results and gradients are those of the numbers that the integers stand for."""
@@ -223,6 +229,29 @@ def test_integers_need_fitting_scales(bits):
     up[1] = up[1][:, :7]
     with pytest.raises(ValueError, match=r"gate_up_scale must have 8 rows as gate_up has, got 7"):
         foo_ops.moe_experts_quantized(hidden, index, ones, *up, *down)
+
+
+def test_exponents_need_fitting_weights():
+    up, down = (
+        foo_ops.quantize_mxfp4(torch.ones(1, 64, 32)),
+        foo_ops.quantize_mxfp4(torch.ones(1, 32, 32)),
+    )
+    hidden, index, ones = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+
+    def call(gate_up, gate_up_scale):
+        foo_ops.moe_experts_quantized(
+            hidden, index, ones, gate_up, gate_up_scale, None, *down, None
+        )
+
+    refused = pytest.raises
+    with refused(ValueError, match=r"gate_up_scale must have a column for each 32 of the 32 steps"):
+        call(up[0], up[1].expand(1, 64, 2))
+    with refused(ValueError, match=r"gate_up_scale must have 64 rows as gate_up has, got 63"):
+        call(up[0], up[1][:, :63])
+    with refused(ValueError, match=r"gate_up_scale must have 3 dimensions \(E, N, K / 32\), got 2"):
+        call(up[0], up[1][0])
+    with refused(TypeError, match=r"gate_up must be uint8 with exponents, got int8"):
+        call(up[0].to(torch.int8), up[1])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ CALLS = {
     "linear_silu_mul": with_weights(ops.linear_silu_mul.default),
     "linear_int8": with_quantized(ops.linear_int8.default, 8),
     "linear_int4": with_quantized(ops.linear_int4.default, 4, 32),
+    "linear_mxfp4": lambda x: foo_ops.linear_mxfp4(
+        x, *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0]))
+    ),
 }
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 

@@ -93,7 +93,19 @@ KERNELS = {
     "linear_int8_few_rows": (4, "int8"),
     "linear_int4_product": (16, "int4"),
     "linear_int4_few_rows.32": (4, "int4"),
+    "linear_mxfp4_product": (16, "mxfp4"),
+    "linear_mxfp4_few_rows": (4, "mxfp4"),
 }
+
+
+def stored_and_wide(weight, stored):
+    if stored is None:
+        return (weight,), weight
+    if stored == "mxfp4":
+        parts = foo_ops.quantize_mxfp4(weight)
+        return parts, foo_ops.dequantize_mxfp4(*parts)
+    parts = foo_ops.quantize_weight(weight, *((8,) if stored == "int8" else (4, 32)))
+    return parts, foo_ops.dequantize_weight(*parts)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -103,10 +115,7 @@ def test_the_last_block_of_a_large_product(kernel):
     depth, outputs, columns = 2**17, 2**17, 48
     torch.manual_seed(0)
     input, weight = torch.randn(rows, depth), torch.randn(columns, depth)
-    parts = {None: (weight,)}.get(stored) or foo_ops.quantize_weight(
-        weight, 8 if stored == "int8" else 4, 32 if stored == "int4" else None
-    )
-    wide = weight if stored is None else foo_ops.dequantize_weight(*parts)
+    parts, wide = stored_and_wide(weight, stored)
     first, column = ROWS - rows, outputs - columns
     right_stride = parts[0].shape[1]
     all_of_input = untouched(ROWS * depth, torch.float32)
@@ -117,10 +126,10 @@ def test_the_last_block_of_a_large_product(kernel):
     values = {}
     for name, part in zip(("scale", "zero"), parts[1:]):
         stride = part.stride(0)
-        values[name] = untouched(outputs * stride, torch.float32)
+        values[name] = untouched(outputs * stride, part.dtype)
         values[name][column * stride :] = part.flatten()
         values[f"{name}_column_stride"] = stride
-    if stored == "int4":
+    if stored in ("int4", "mxfp4"):
         values["group_size"] = 32
     call_kernel(
         kernel, "float32", "Product" if stored is None else "QuantizedProduct",

@@ -8,10 +8,11 @@ from torch._subclasses import FakeTensorMode
 
 import foo_ops
 from foo_ops.testing import random
-from foo_ops.testing.reference import linear
+from foo_ops.testing.reference import linear, numbers_of_mxfp4
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
+BYTES = torch.ones(2, 1, dtype=torch.uint8)
 
 
 def weights(dtype, magnitude=1.0):
@@ -308,3 +309,84 @@ def test_what_does_not_come_back(bits, change, error, message):
     quantized = foo_ops.quantize_weight(torch.randn(6, 64), bits, 32 if bits == 4 else None)
     with pytest.raises(error, match=f"^{re.escape(f'dequantize_weight: {message}')}$"):
         foo_ops.dequantize_weight(*change(*quantized))
+
+
+# ------------------------------------------------------------------------------------------- MXFP4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 50.0])
+def test_mxfp4_is_nearest(dtype, magnitude):
+    weight = weights(dtype, magnitude)
+    codes, scale = foo_ops.quantize_mxfp4(weight)
+    assert (codes.shape, scale.shape) == ((300, 128), (300, 8))
+    found = numbers_of_mxfp4(codes, scale)
+    powers = 2.0 ** (scale.double() - 127).repeat_interleave(32, 1)
+    # The largest magnitude is 4 to 8 times the scale, and 6 the largest number.
+    groups = weight.double().abs().unflatten(1, (-1, 32)).amax(-1) / 2.0 ** (scale.double() - 127)
+    assert bool(((groups >= 4) & (groups < 8))[groups > 0].all())
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    distance = (weight.double().abs().unsqueeze(-1) - numbers * powers.unsqueeze(-1)).abs()
+    assert torch.equal((found - weight.double()).abs(), distance.amin(-1))
+    assert torch.equal(foo_ops.dequantize_mxfp4(codes, scale, torch.float64), found)
+
+
+def test_mxfp4_rounds_ties_to_even_codes():
+    halfway = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    weight = torch.cat((halfway, -halfway)).repeat(2)
+    found = foo_ops.dequantize_mxfp4(*foo_ops.quantize_mxfp4(weight))
+    expected = torch.tensor([4.0, 0, 1, 1, 2, 2, 4, 4])
+    assert torch.equal(found, torch.cat((expected, -expected)).repeat(2))
+
+
+def test_mxfp4_of_numbers_that_are_not_finite():
+    weight = torch.ones(3, 64)
+    weight[0, 3], weight[1, 40] = torch.inf, torch.nan
+    codes, scale = foo_ops.quantize_mxfp4(weight)
+    assert scale.tolist() == [[255, 125], [125, 255], [125, 125]]
+    found = foo_ops.dequantize_mxfp4(codes, scale).unflatten(1, (2, 32))
+    assert found.isnan().all(-1).tolist() == [[True, False], [False, True], [False, False]]
+
+
+def test_mxfp4_lies_in_pairs_as_checkpoints_have_it():
+    weight = torch.zeros(2, 32)
+    weight[:, 0], weight[:, 1], weight[:, 31] = 4, -1, 6
+    codes, scale = foo_ops.quantize_mxfp4(weight)
+    assert scale.tolist() == [[127], [127]]
+    assert codes[0].tolist() == [0xA6, *[0] * 14, 0x70]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: foo_ops.quantize_mxfp4(torch.ones(3, 33)),
+            ValueError,
+            "quantize_mxfp4: weight must have whole groups of 32 columns, got 33",
+        ),
+        (
+            lambda: foo_ops.quantize_mxfp4(torch.ones(32, dtype=torch.int64)),
+            TypeError,
+            "quantize_mxfp4: weight must be float16, bfloat16, float32 or float64, got int64",
+        ),
+        (
+            lambda: foo_ops.dequantize_mxfp4(torch.ones(2, 16), BYTES),
+            TypeError,
+            "dequantize_mxfp4: weight must be uint8, got float32",
+        ),
+        (
+            lambda: foo_ops.dequantize_mxfp4(BYTES.expand(2, 16), BYTES.expand(2, 2)),
+            ValueError,
+            "dequantize_mxfp4: scale must have a column for each 32 of the numbers of weight, "
+            "got shapes [2, 2] and [2, 16]",
+        ),
+        (
+            lambda: foo_ops.dequantize_mxfp4(BYTES.expand(2, 16), BYTES, torch.int8),
+            TypeError,
+            "dequantize_mxfp4: dtype must be float16, bfloat16, float32 or float64, got int8",
+        ),
+    ],
+)
+def test_mxfp4_refuses(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call()

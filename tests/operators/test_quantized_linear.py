@@ -1,4 +1,4 @@
-"""foo::linear_int8 and foo::linear_int4: sizes around those of blocks, groups, errors.
+"""Linear layers of 8 and 4 bits: sizes around those of blocks, groups, errors.
 
 Properties of every operator are tested in test_matrix.py.
 """
@@ -16,12 +16,13 @@ import foo_ops
 from foo_ops.testing import (
     LINEAR_INT4,
     LINEAR_INT8,
+    LINEAR_MXFP4,
     Sample,
     check_gradients,
     check_outputs,
     cotangents_for,
 )
-from foo_ops.testing.specs.linear import int4_sample, int8_sample
+from foo_ops.testing.specs.linear import int4_sample, int8_sample, mxfp4_sample
 
 DTYPES = LINEAR_INT8.dtypes
 GROUP_SIZES = (32, 64, 128)
@@ -56,6 +57,13 @@ def test_few_rows_of_int4(rows, group_size, dtype):
         check(LINEAR_INT4, dtype, make(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_few_rows_of_mxfp4(rows, dtype):
+    for columns, groups in ((1, 1), (3, 2), (16, 5), (33, 17), (70, 9)):
+        check(LINEAR_MXFP4, dtype, mxfp4_sample("few", (rows,), groups, columns)(dtype))
+
+
 BLOCKS = ((239, 63, 128), (241, 257, 256), (9, 321, 512), (12, 255, 640), (484, 65, 384))
 
 
@@ -70,13 +78,21 @@ def test_sizes_around_those_of_blocks(dtype):
         for size in GROUP_SIZES:
             make = int4_sample("blocks", (rows,), depth // size, columns, group_size=size)
             compare(LINEAR_INT4, dtype, make(dtype))
+        compare(LINEAR_MXFP4, dtype, mxfp4_sample("blocks", (rows,), depth // 32, columns)(dtype))
+
+
+FAR = {
+    "int8": (LINEAR_INT8, int8_sample),
+    "int4": (LINEAR_INT4, int4_sample),
+    "mxfp4": (LINEAR_MXFP4, mxfp4_sample),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 4, 40])
-@pytest.mark.parametrize("spec", [LINEAR_INT8, LINEAR_INT4], ids=str)
-def test_rows_beyond_2_to_the_31st_element(spec, rows, dtype):
-    make = int8_sample if spec is LINEAR_INT8 else int4_sample
+@pytest.mark.parametrize("kind", FAR)
+def test_rows_beyond_2_to_the_31st_element(kind, rows, dtype):
+    spec, make = FAR[kind]
     sample = make("far", (rows,), 64 if spec is LINEAR_INT8 else 2, 3)(dtype)
     input, weight, *others = sample.inputs
     width, stride = weight.shape[1], 2**30 + 8
@@ -94,6 +110,7 @@ def test_threads_do_not_change_the_results(rows, dtype):
     samples = (
         (LINEAR_INT8, int8_sample("threads", (rows,), 300, 1000)(dtype)),
         (LINEAR_INT4, int4_sample("threads", (rows,), 5, 1000, group_size=64)(dtype)),
+        (LINEAR_MXFP4, mxfp4_sample("threads", (rows,), 10, 1000)(dtype)),
     )
     threads = torch.get_num_threads()
     for spec, sample in samples:
@@ -117,6 +134,11 @@ def test_a_result_is_rounded_once():
     nibbles[0, 128] = 0x10
     scale, zero = torch.ones(1, 10, dtype=torch.bfloat16), torch.zeros(1, 10, dtype=torch.bfloat16)
     assert foo_ops.linear_int4(ones, nibbles, scale, zero, one, group_size=32).item() == 258
+    codes = torch.zeros(1, 160, dtype=torch.uint8)
+    codes[0, :128] = 0x22
+    codes[0, 128] = 0x20
+    exponents = torch.full((1, 10), 127, dtype=torch.uint8)
+    assert foo_ops.linear_mxfp4(ones, codes, exponents, one).item() == 258
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -146,7 +168,8 @@ def test_autocast(device):
         of_int8 = foo_ops.linear_int8(input, *foo_ops.quantize_weight(weight, 8), bias)
         quantized = foo_ops.quantize_weight(weight, 4, group_size=32)
         of_int4 = foo_ops.linear_int4(input, *quantized, bias, group_size=32)
-    assert of_int8.dtype == of_int4.dtype == torch.bfloat16
+        of_mxfp4 = foo_ops.linear_mxfp4(input, *foo_ops.quantize_mxfp4(weight), bias)
+    assert {it.dtype for it in (of_int8, of_int4, of_mxfp4)} == {torch.bfloat16}
 
 
 def test_a_mapped_dimension_is_one_of_rows():
@@ -161,7 +184,8 @@ def test_flops():
     with FlopCounterMode(display=False) as counter:
         LINEAR_INT8.call(int8_sample("flops", (2, 3), 64, 5)(torch.float32))
         LINEAR_INT4.call(int4_sample("flops", (2, 3), 2, 5)(torch.float32))
-    assert counter.get_total_flops() == 2 * (2 * 6 * 64 * 5)
+        LINEAR_MXFP4.call(mxfp4_sample("flops", (2, 3), 2, 5)(torch.float32))
+    assert counter.get_total_flops() == 3 * (2 * 6 * 64 * 5)
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -193,7 +217,57 @@ def int4_arguments(**others):
     return given | others
 
 
+def mxfp4_arguments(**others):
+    given = {
+        "input": zeros(2, 64),
+        "weight": zeros(4, 32, dtype=torch.uint8),
+        "scale": zeros(4, 2, dtype=torch.uint8),
+        "bias": zeros(4),
+    }
+    return given | others
+
+
 REFUSED = (
+    (
+        lambda: mxfp4_arguments(input=zeros(2, 100)),
+        ValueError,
+        "linear_mxfp4: input must have whole groups of 32 columns, got 100",
+    ),
+    (
+        lambda: mxfp4_arguments(weight=zeros(4, 32, dtype=torch.int8)),
+        TypeError,
+        "linear_mxfp4: weight must be uint8, got int8",
+    ),
+    (
+        lambda: mxfp4_arguments(weight=zeros(4, 64, dtype=torch.uint8)),
+        ValueError,
+        "linear_mxfp4: weight must have 32 columns as input has pairs of columns, got 64",
+    ),
+    (
+        lambda: mxfp4_arguments(scale=zeros(4, 2)),
+        TypeError,
+        "linear_mxfp4: scale must be uint8, exponents of powers of two, got float32",
+    ),
+    (
+        lambda: mxfp4_arguments(scale=zeros(4, dtype=torch.uint8)),
+        ValueError,
+        "linear_mxfp4: scale must have 2 dimensions (N, K / 32), got 1",
+    ),
+    (
+        lambda: mxfp4_arguments(scale=zeros(3, 2, dtype=torch.uint8)),
+        ValueError,
+        "linear_mxfp4: scale must have 4 rows as weight has, got 3",
+    ),
+    (
+        lambda: mxfp4_arguments(scale=zeros(4, 3, dtype=torch.uint8)),
+        ValueError,
+        "linear_mxfp4: scale must have 2 columns as input has groups, got 3",
+    ),
+    (
+        lambda: mxfp4_arguments(bias=zeros(3)),
+        ValueError,
+        "linear_mxfp4: bias must have 4 elements as weight has rows, got 3",
+    ),
     (
         lambda: int8_arguments(input=zeros(2, 3, dtype=torch.int64)),
         TypeError,

@@ -1,4 +1,4 @@
-"""Numbers become digits, which are multiplied by integers of 4 bits, with any instructions."""
+"""Numbers become digits, which are multiplied by weights of 4 bits, with any instructions."""
 
 import math
 
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from foo_ops.kernels.simd import narrow
-from foo_ops.kernels.simd.memory import pointer_to, store
+from foo_ops.kernels.simd.memory import load, pointer_to, store
 from foo_ops.kernels.simd.narrow import (
+    FLOAT4,
+    INT4,
+    half_power,
     largest_magnitude,
+    load_half_powers,
     scale_of_integers,
     store_digits,
-    tile_dot_int4,
+    tile_dot_4bit,
 )
 from foo_ops.kernels.simd.register_tiles import tile_store_sums, tile_zero
 from foo_ops.kernels.simd.types import lanes_of
@@ -28,6 +32,7 @@ def size(request, monkeypatch):
     """Provide a digit's bytes, with this processor's instructions and with those of others."""
     if request.param != INSTRUCTIONS[0]:
         monkeypatch.setattr(narrow, "has_byte_dot", lambda lanes: False)
+        monkeypatch.setattr(narrow, "has_byte_shuffle", lambda size: False)
     if request.param == INSTRUCTIONS[2]:
         monkeypatch.setattr(narrow, "has_integer_dot", lambda lanes: False)
     return 1 if narrow.has_byte_dot(LANES) else 2
@@ -51,7 +56,7 @@ def split(integers, bits, size):
     return torch.stack(places)
 
 
-def stored(compiled, numbers, bits, size):
+def stored(compiled, numbers, bits, size, codes=INT4):
     """Return the digits (place, byte) of a group, its scale, and the sum of its integers."""
     lines, bytes_, wide = pointer_to("float32"), pointer_to("int8"), pointer_to("int32")
 
@@ -59,7 +64,7 @@ def stored(compiled, numbers, bits, size):
         magnitude = largest_magnitude(lines(line), GROUP, LANES)
         scale, inverse = scale_of_integers(magnitude, bits)
         store(lines(scales), 0, scale)
-        total = store_digits(bytes_(digits), lines(line), GROUP, inverse, bits, LANES)
+        total = store_digits(bytes_(digits), lines(line), GROUP, inverse, bits, LANES, codes)
         store(wide(sums), 0, total)
 
     digits = torch.zeros(-(-bits // (8 * size)), GROUP * size, dtype=torch.int8)
@@ -99,9 +104,13 @@ def test_numbers_of_bfloat16_are_exact_down_to_a_64th_of_the_largest(compiled, s
         assert torch.equal(digits, split(integers.long(), 16, size))
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_products_are_exact(compiled, size, whole):
-    """With the largest and smallest numbers, and all others, times all integers."""
+# By code.
+DOUBLED_FLOAT4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+
+
+@pytest.mark.parametrize(("codes", "whole"), [(INT4, True), (INT4, False), (FLOAT4, True)])
+def test_products_are_exact(compiled, size, whole, codes):
+    """With the largest and smallest numbers, and all others, times all integers or codes."""
     generator = torch.Generator().manual_seed(0)
     rows, columns, some = 2, 3, BYTES if whole else BYTES - 3
     most = 127 * 2**16
@@ -110,6 +119,8 @@ def test_products_are_exact(compiled, size, whole):
     integers = torch.randint(0, 16, (columns, 2, BYTES), generator=generator)
     integers[0] = 15
     packed = (integers[:, 0] + 16 * integers[:, 1]).to(torch.uint8)
+    if codes == FLOAT4:
+        integers = 12 + DOUBLED_FLOAT4[integers]
     factors = torch.tensor([[0.5, 2.0, 4.0], [8.0, 0.25, 1.0]])
     vectors = torch.full((*factors.shape, LANES), math.nan)
     vectors[..., 0] = factors
@@ -120,12 +131,30 @@ def test_products_are_exact(compiled, size, whole):
     def kernel(sums, left, right, scales, some):
         total = tile_zero(lines(sums), 2, 3, LANES)
         if whole:
-            total = tile_dot_int4(
-                total, bytes_(left), stride, unsigned(right), BYTES, None, lines(scales), 1, 24
+            total = tile_dot_4bit(
+                total,
+                bytes_(left),
+                stride,
+                unsigned(right),
+                BYTES,
+                None,
+                lines(scales),
+                1,
+                24,
+                codes,
             )
         else:
-            total = tile_dot_int4(
-                total, bytes_(left), stride, unsigned(right), BYTES, some, lines(scales), 1, 24
+            total = tile_dot_4bit(
+                total,
+                bytes_(left),
+                stride,
+                unsigned(right),
+                BYTES,
+                some,
+                lines(scales),
+                1,
+                24,
+                codes,
             )
         tile_store_sums(total, lines(sums), 3)
 
@@ -148,8 +177,8 @@ def test_lanes_share_factors(compiled, size):
 
     def kernel(sums, left, right, scales):
         total = tile_zero(numbers(sums), 1, 1, LANES)
-        total = tile_dot_int4(
-            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16
+        total = tile_dot_4bit(
+            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16, INT4
         )
         tile_store_sums(total, numbers(sums), 1)
 
@@ -160,3 +189,40 @@ def test_lanes_share_factors(compiled, size):
     factors[0], factors[1] = 1, 100
     compiled(kernel)(*(it.data_ptr() for it in (found, left, right, factors)))
     assert found.item() == BYTES // 2 * 3 + 100 * (BYTES // 2 * 7)
+
+
+@pytest.mark.parametrize("bits", [16, 24])
+def test_digits_of_pairs(compiled, size, bits):
+    """Even numbers of a group are stored as its first half: weights in a byte are adjacent."""
+    numbers = torch.randn(GROUP, generator=torch.Generator().manual_seed(0))
+    ordered = torch.cat((numbers[::2], numbers[1::2]))
+    found, expected = (
+        stored(compiled, numbers, bits, size, FLOAT4),
+        stored(compiled, ordered, bits, size),
+    )
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+def test_exponents(compiled):
+    """All of E8M0, also the two whose halves are subnormal, and NaN."""
+    exponents = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    vectors, scalars = torch.zeros(256 + LANES), torch.zeros(256)
+    numbers, unsigned = pointer_to("float32"), pointer_to("uint8")
+
+    def kernel(vectors, scalars, exponents):
+        for index in range(0, 256, LANES):
+            part = load_half_powers(unsigned(exponents), index, LANES, LANES)
+            store(numbers(vectors), index, part)
+        store(numbers(vectors), 256, load_half_powers(unsigned(exponents), 3, 1, LANES))
+        for index in range(256):
+            store(numbers(scalars), index, half_power(load(unsigned(exponents), index)))
+
+    compiled(kernel)(*(it.data_ptr() for it in (vectors, scalars, exponents)))
+    expected = torch.tensor([*(2.0 ** (it - 128) for it in range(255)), math.nan])
+    assert torch.equal(vectors[:255], expected[:255])
+    assert torch.equal(scalars[:255], expected[:255])
+    assert vectors[255].isnan()
+    assert scalars[255].isnan()
+    # Behind the counted ones, exponents are not read: 0 stands for them.
+    assert vectors[256:].tolist() == [2.0**-125, *[2.0**-128] * (LANES - 1)]

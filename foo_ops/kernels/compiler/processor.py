@@ -131,6 +131,13 @@ def has_byte_dot(lanes: int) -> bool:
     return (in_longest and "+avx512vl" in features) or "+avxvnni" in features
 
 
+def has_byte_shuffle(size: int) -> bool:
+    """Whether one instruction looks up each byte of ``size`` in a table of 16."""
+    triple, _, features = target()
+    needed = {16: "ssse3", 32: "avx2", 64: "avx512bw"}[size]
+    return triple.startswith("x86_64") and f"+{needed}" in features.split(",")
+
+
 def _has_quick_dot() -> bool:
     """Whether a dot product of pairs is faster than the two fma that it replaces.
 

@@ -150,15 +150,16 @@ def argument_types(dtype: str, output_dtype: str | None = None) -> tuple[Any, ..
     return _arguments(dtype, Struct("Product", fields))
 
 
-def quantized_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
-    """Like `argument_types`, with a right matrix of integers.
+def quantized_argument_types(dtype: str, stored: str, scale: str | None = None) -> tuple[Any, ...]:
+    """Like `argument_types`, with a right matrix of few bits.
 
-    The struct is QuantizedProduct of foo_ops/csrc/ops/linear/quantized.h.
+    ``scale`` is the dtype of scales, by default that of the left matrix. The struct is
+    QuantizedProduct of foo_ops/csrc/ops/linear/quantized.h.
     """
     number, pointer = types.int64, Pointer(dtype)
     fields = (
         *_product_fields(dtype, stored, dtype),
-        *(("scale", pointer), ("scale_column_stride", number)),
+        *(("scale", Pointer(scale or dtype)), ("scale_column_stride", number)),
         *(("zero", pointer), ("zero_column_stride", number)),
         ("group_size", number),
     )

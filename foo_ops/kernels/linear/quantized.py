@@ -1,4 +1,4 @@
-"""Products with weights of 8-bit and 4-bit integers."""
+"""Products with weights of 8-bit and 4-bit integers, and of 4-bit numbers (MXFP4)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,21 @@ from foo_ops.kernels.simd.memory import (
     store,
 )
 from foo_ops.kernels.simd.narrow import (
+    FLOAT4,
+    FLOAT4_ZERO,
+    INT4,
     LANE_BYTES,
     Digits,
     bits_of_float,
     digits_of,
+    doubled_float4,
+    half_power,
     largest_magnitude,
+    load_half_powers,
     scale_of_integers,
     store_digits,
-    tile_dot_int4,
+    tile_dot_4bit,
+    unpack_float4,
     unpack_int4,
     unpack_int8,
 )
@@ -63,7 +70,10 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # ---------------------------------------------------------------------------------- tiles of 4 bits
 
-# Multiplies few rows by 4-bit integers, unpacked in registers.
+# Multiplies few rows by weights of 4 bits, unpacked in registers.
+#
+# MXFP4's numbers are integers, too: twice a number plus FLOAT4_ZERO, which is their zero, with half
+# of their group's scale.
 #
 # A weight is (integer - zero) * scale. An element of the output is the sum, over the groups g of a
 # column, of
@@ -85,7 +95,87 @@ NUMBER_BITS = {"bfloat16": 16, "float16": 24, "float32": 24}
 SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
 
 
-def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How weights of 4 bits are read.
+
+    Attributes:
+        codes: INT4 or FLOAT4.
+        arguments: the types of the kernel's arguments.
+        load_groups: ``load_groups(product, column, group, groups)`` returns scales and zeros of
+            adjacent groups, of which a column has ``groups``, as vectors.
+        prefetch_groups: ``prefetch_groups(product, column, group)`` prefetches them into L2.
+        load_pair: ``load_pair(product, column, group, index)`` returns the two numbers in a byte of
+            a group.
+    """
+
+    codes: str
+    arguments: tuple[Any, ...]
+    load_groups: Callable
+    prefetch_groups: Callable
+    load_pair: Callable
+
+
+def int4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
+    """Read integers, with scale and zero for each group."""
+    LANES, HALF, NUMBER = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
+
+    @njit
+    def load_some(line, group, groups):
+        if group + LANES <= groups:
+            return load_vector(line, group, LANES)
+        return load_first(line, group, groups - group, LANES)
+
+    @njit
+    def load_groups(product, column, group, groups):
+        scales = shift(product.scale, column * product.scale_column_stride)
+        zeros = shift(product.zero, column * product.zero_column_stride)
+        return load_some(scales, group, groups), load_some(zeros, group, groups)
+
+    @njit
+    def prefetch_groups(product, column, group):
+        prefetch(product.scale, column * product.scale_column_stride + group)
+        prefetch(product.zero, column * product.zero_column_stride + group)
+
+    @njit
+    def load_pair(product, column, group, index):
+        byte = load(product.right, column * product.right_column_stride + group * HALF + index)
+        scale = load(product.scale, column * product.scale_column_stride + group)
+        zero = load(product.zero, column * product.zero_column_stride + group)
+        return (NUMBER(byte & 15) - zero) * scale, (NUMBER(byte >> 4) - zero) * scale
+
+    arguments = quantized_argument_types(dtype, "uint8")
+    return Weights(INT4, arguments, load_groups, prefetch_groups, load_pair)
+
+
+def float4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
+    """Read floating-point numbers, with an exponent for each group."""
+    LANES, HALF, NUMBER = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
+    zero = NUMBER(FLOAT4_ZERO)
+
+    @njit
+    def load_groups(product, column, group, groups):
+        exponents = shift(product.scale, column * product.scale_column_stride)
+        count = min(LANES, groups - group)
+        scales = load_half_powers(exponents, group, count, LANES)
+        return scales, splat(zero, LANES)
+
+    @njit
+    def prefetch_groups(product, column, group):
+        prefetch(product.scale, column * product.scale_column_stride + group)
+
+    @njit
+    def load_pair(product, column, group, index):
+        byte = load(product.right, column * product.right_column_stride + group * HALF + index)
+        scale = half_power(load(product.scale, column * product.scale_column_stride + group))
+        first, second = doubled_float4(byte & 15), doubled_float4(byte >> 4)
+        return NUMBER(first) * scale, NUMBER(second) * scale
+
+    arguments = quantized_argument_types(dtype, "uint8", "uint8")
+    return Weights(FLOAT4, arguments, load_groups, prefetch_groups, load_pair)
+
+
+def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
     """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
 
     The tiles prefetch the next columns, their scales and zeros: a column of 4096 integers is half a
@@ -97,7 +187,7 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     # Groups in a vector of integers; if a group has several vectors, they share its scale.
     GROUPS = max(1, BYTES // HALF)
     COLUMNS_OF_GROUP = columns_of_sums(LANES)
-    as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
+    as_bytes, make_factors, CODES = pointer_to("int8"), _make_factors_maker(weights), weights.codes
     row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
     tiles_ahead = make_tiles_ahead()
 
@@ -125,14 +215,15 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
             whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
                 prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
-                total = tile_dot_int4(
+                total = tile_dot_4bit(
                     total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
-                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, BITS,
+                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, BITS, CODES,
                 )  # fmt: skip
             if whole < count:
-                total = tile_dot_int4(
+                total = tile_dot_4bit(
                     total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
                     count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS, BITS,
+                    CODES,
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
@@ -146,11 +237,10 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
         most = max(of_row, of_group)
         return {"factors": (most + 15) // 16 * depth + most * LANES}
 
-    arguments = quantized_argument_types(dtype, "uint8")
-    copy_row = _make_row_copy(dtype, GROUP_SIZE)
+    copy_row = _make_row_copy(dtype, GROUP_SIZE, CODES)
     return Tiles(
-        COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_ROW, COLUMNS_OF_GROUP,
-        regions, _make_mender(GROUP_SIZE),
+        COMPUTE, row_size, copy_row, weights.arguments, make_tile, COLUMNS_OF_ROW,
+        COLUMNS_OF_GROUP, regions, _make_mender(GROUP_SIZE, weights),
     )  # fmt: skip
 
 
@@ -173,7 +263,7 @@ def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Call
     return row_size, digits_size
 
 
-def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
+def _make_row_copy(dtype: str, GROUP_SIZE: int, CODES: str) -> Callable:
     """Make ``copy_row(target, source, stride, depth, row_size)``, of adjacent steps.
 
     A group outside SMALLEST_GROUP and LARGEST_GROUP gets scale 0 and sum NaN, which `_make_mender`
@@ -200,7 +290,7 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
             if SMALLEST <= largest <= LARGEST:
                 scale, inverse = scale_of_integers(largest, BITS)
                 place = shift(digits, byte // BYTES * BYTES * PER_BYTE + byte % BYTES)
-                total = store_digits(place, line, GROUP_SIZE, inverse, BITS, LANES)
+                total = store_digits(place, line, GROUP_SIZE, inverse, BITS, LANES, CODES)
                 store(scales, group, scale)
                 store(sums, group, number(total) * scale)
             else:
@@ -210,7 +300,7 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
     return copy_row
 
 
-def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
+def _make_factors_maker(weights: Weights) -> Callable[[int, int], Callable]:
     """Make ``make(ROWS, COLUMNS)``, which makes the function that computes a tile's factors.
 
     ``factors_of_columns(product, column, groups, factors, offsets, scales, stride, ahead)`` works
@@ -220,26 +310,16 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     columns ``ahead`` are prefetched into L2.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
-
-    @njit
-    def load_groups(line, group, groups):
-        if group + LANES <= groups:
-            return load_vector(line, group, LANES)
-        return load_first(line, group, groups - group, LANES)
+    load_groups, prefetch_groups = weights.load_groups, weights.prefetch_groups
 
     def make(ROWS: int, COLUMNS: int) -> Callable:
         @njit
         def factors_of_columns(product, column, groups, factors, offsets, scales, stride, ahead):
             padded = round_up(groups, LANES)
-            scale_stride, zero_stride = product.scale_column_stride, product.zero_column_stride
             for other in range(COLUMNS):
-                scales_of_column = shift(product.scale, (column + other) * scale_stride)
-                zeros_of_column = shift(product.zero, (column + other) * zero_stride)
                 for group in range(0, padded, LANES):
-                    prefetch(scales_of_column, ahead * scale_stride + group)
-                    prefetch(zeros_of_column, ahead * zero_stride + group)
-                    scale = load_groups(scales_of_column, group, groups)
-                    zero = load_groups(zeros_of_column, group, groups)
+                    prefetch_groups(product, column + other + ahead, group)
+                    scale, zero = load_groups(product, column + other, group, groups)
                     store(offsets, other * padded + group, (splat(none, LANES) - scale) * zero)
                     for row in range(ROWS):
                         place = group * ROWS * COLUMNS + (row * COLUMNS + other) * LANES
@@ -251,14 +331,16 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     return make
 
 
-def _make_mender(GROUP_SIZE: int) -> Callable:
+def _make_mender(GROUP_SIZE: int, weights: Weights) -> Callable:
     """Make ``mend(product, block, memory, width, panel)``: recompute sums that are not finite.
 
     Infinities, and numbers near the largest, can make inf - inf of an output's two sums, where the
     weights themselves would give a number or an infinity.
     """
     HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, lanes_of(COMPUTE)
-    none = NUMBER(0)
+    none, load_pair = NUMBER(0), weights.load_pair
+    # The steps of a byte's two weights: adjacent, or half a group apart.
+    FIRST, DISTANCE = (2, 1) if weights.codes == FLOAT4 else (1, HALF)
 
     @njit
     def has_nan(left, stride, depth):
@@ -270,19 +352,13 @@ def _make_mender(GROUP_SIZE: int) -> Callable:
 
     @njit
     def multiply(product, left, column):
-        right = shift(product.right, column * product.right_column_stride)
-        scales = shift(product.scale, column * product.scale_column_stride)
-        zeros = shift(product.zero, column * product.zero_column_stride)
-        total = none
+        stride, total = product.left_step_stride, none
         for group in range(product.depth // GROUP_SIZE):
-            scale = load(scales, group)
-            zero = load(zeros, group)
             for index in range(HALF):
-                byte = load(right, group * HALF + index)
-                step = (group * GROUP_SIZE + index) * product.left_step_stride
-                total += load(left, step) * ((NUMBER(byte & 15) - zero) * scale)
-                step += HALF * product.left_step_stride
-                total += load(left, step) * ((NUMBER(byte >> 4) - zero) * scale)
+                first, second = load_pair(product, column, group, index)
+                step = group * GROUP_SIZE + index * FIRST
+                total += load(left, step * stride) * first
+                total += load(left, (step + DISTANCE) * stride) * second
         return total
 
     @njit
@@ -316,16 +392,18 @@ def _make_mender(GROUP_SIZE: int) -> Callable:
 
 # --------------------------------------------------------------------------- products with integers
 
-# Multiplies by weights of 8-bit and 4-bit integers.
+# Multiplies by weights of 8-bit and 4-bit integers, and of 4-bit numbers.
 #
 # 8-bit integers enter products unscaled, and the sums of a column are multiplied by its scale.
-# 4-bit integers, which have scales and zeros for groups of a column, are multiplied as integers for
-# few rows (`make_int4_tiles`); otherwise they are converted to numbers on the way to a panel, for
-# all rows of a block.
+# Weights of 4 bits, which have scales for groups of a column, are multiplied as integers for few
+# rows (`make_4bit_tiles`); otherwise they are converted to numbers on the way to a panel, for all
+# rows of a block.
 
 
 # Sections of the depth are whole groups, of any size.
 LARGEST_GROUP_SIZE = 128
+# Numbers of MXFP4 that share a scale.
+MXFP4_GROUP_SIZE = 32
 
 
 def make_int8_few_rows_kernel(dtype: str) -> Kernel:
@@ -335,9 +413,24 @@ def make_int8_few_rows_kernel(dtype: str) -> Kernel:
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
     """Make the kernel for few rows and 4-bit integers."""
-    if dtype == "float64":
-        return make_few_rows_kernel(dtype, _make_unpacked_tiles)
-    return make_few_rows_kernel(dtype, lambda dtype: make_int4_tiles(dtype, group_size))
+    return _make_4bit_few_rows_kernel(dtype, group_size, int4_weights)
+
+
+def make_mxfp4_few_rows_kernel(dtype: str) -> Kernel:
+    """Make the kernel for few rows and MXFP4."""
+    return _make_4bit_few_rows_kernel(dtype, MXFP4_GROUP_SIZE, float4_weights)
+
+
+def _make_4bit_few_rows_kernel(
+    dtype: str, group_size: int, weights_of: Callable[[str, int], Weights]
+) -> Kernel:
+    def make_tiles(dtype: str) -> Tiles:
+        weights = weights_of(dtype, group_size)
+        if dtype == "float64":
+            return _make_unpacked_tiles(dtype, weights)
+        return make_4bit_tiles(dtype, group_size, weights)
+
+    return make_few_rows_kernel(dtype, make_tiles)
 
 
 def make_int8_product_kernel(dtype: str) -> Kernel:
@@ -345,17 +438,27 @@ def make_int8_product_kernel(dtype: str) -> Kernel:
 
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
         unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
-        return _make_unpacked_panels(dtype, WIDTH, SECTION, 1, unpack, scale_sums)
+        arguments = quantized_argument_types(dtype, "int8")
+        return _make_unpacked_panels(dtype, WIDTH, SECTION, 1, arguments, unpack, scale_sums)
 
     return make_product_kernel(dtype, make_panels)
 
 
 def make_int4_product_kernel(dtype: str) -> Kernel:
     """Make the kernel for any number of rows and 4-bit integers."""
+    return _make_4bit_product_kernel(dtype, INT4)
 
+
+def make_mxfp4_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and MXFP4."""
+    return _make_4bit_product_kernel(dtype, FLOAT4)
+
+
+def _make_4bit_product_kernel(dtype: str, codes: str) -> Kernel:
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
-        unpack = _make_int4_unpacker(dtype)
-        return _make_unpacked_panels(dtype, WIDTH, SECTION, 2, unpack, leave_sums)
+        unpack = _make_4bit_unpacker(dtype, codes)
+        arguments = quantized_argument_types(dtype, "uint8", "uint8" if codes == FLOAT4 else None)
+        return _make_unpacked_panels(dtype, WIDTH, SECTION, 2, arguments, unpack, leave_sums)
 
     return make_product_kernel(dtype, make_panels, multiple=LARGEST_GROUP_SIZE)
 
@@ -368,12 +471,10 @@ def _make_int8_tiles(dtype: str) -> Tiles:
     return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
 
 
-def _make_unpacked_tiles(dtype: str) -> Tiles:
-    """Make tiles that first convert columns of 4-bit integers to numbers."""
-    LANES, unpack = lanes_of(dtype), _make_int4_unpacker(dtype)
-    tiles = make_element_tiles(
-        dtype, dtype, dtype, quantized_argument_types(dtype, "uint8"), leave_sums
-    )
+def _make_unpacked_tiles(dtype: str, weights: Weights) -> Tiles:
+    """Make tiles that first convert columns of 4-bit weights to numbers."""
+    LANES, unpack = lanes_of(dtype), _make_4bit_unpacker(dtype, weights.codes)
+    tiles = make_element_tiles(dtype, dtype, dtype, weights.arguments, leave_sums)
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
         @njit
@@ -398,7 +499,13 @@ def _make_unpacked_tiles(dtype: str) -> Tiles:
 
 
 def _make_unpacked_panels(
-    dtype: str, WIDTH: int, SECTION: int, PER_BYTE: int, unpack: Callable, scale_sums: Callable
+    dtype: str,
+    WIDTH: int,
+    SECTION: int,
+    PER_BYTE: int,
+    arguments: tuple[Any, ...],
+    unpack: Callable,
+    scale_sums: Callable,
 ) -> Panels:
     """Make panels of numbers, packed from a strip of converted columns at a time.
 
@@ -427,7 +534,6 @@ def _make_unpacked_panels(
             count // PER_BYTE, share, shares,
         )  # fmt: skip
 
-    arguments = quantized_argument_types(dtype, "int8" if PER_BYTE == 1 else "uint8")
     return Panels(arguments, pack, prefetch_panel, {"strip": STRIP * SECTION}, scale_sums)
 
 
@@ -447,6 +553,26 @@ def _make_int8_unpacker(dtype: str) -> Callable:
             unpack_int8(shift(target, step), shift(source, step), LANES)
         for step in range(whole, count):
             store(target, step, number(load(source, step)))
+
+    return unpack
+
+
+def _make_4bit_unpacker(dtype: str, codes: str) -> Callable:
+    return _make_float4_unpacker(dtype) if codes == FLOAT4 else _make_int4_unpacker(dtype)
+
+
+def _make_float4_unpacker(dtype: str) -> Callable:
+    LANES, number = lanes_of(compute_dtype(dtype)), ELEMENTS[compute_dtype(dtype)].compute
+    SIZE, HALF = MXFP4_GROUP_SIZE, MXFP4_GROUP_SIZE // 2
+
+    @njit
+    def unpack(product, target, column, start, count):
+        source = shift(product.right, column * product.right_column_stride + start // 2)
+        exponents = shift(product.scale, column * product.scale_column_stride + start // SIZE)
+        for group in range(count // SIZE):
+            scale = number(half_power(load(exponents, group)))
+            for part in range(group * HALF, (group + 1) * HALF, LANES):
+                unpack_float4(shift(target, 2 * part), shift(source, part), scale, LANES)
 
     return unpack
 

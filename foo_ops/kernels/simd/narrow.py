@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -9,7 +10,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_byte_dot, has_integer_dot
+from foo_ops.kernels.compiler.processor import (
+    has_bfloat16_dot,
+    has_byte_dot,
+    has_byte_shuffle,
+    has_integer_dot,
+)
 from foo_ops.kernels.simd.memory import emit_load_first, emit_load_vector
 from foo_ops.kernels.simd.types import (
     ELEMENTS,
@@ -149,7 +155,8 @@ def second_of_pairs(typing_context, pairs):
 
 # -------------------------------------------------------------------------------------- fixed point
 
-# Numbers as integers of 16 or 24 bits, and their products with 4-bit integers.
+# Numbers as integers of 16 or 24 bits, and their products with weights of 4 bits: integers, or the
+# codes of floating-point numbers, which a table turns into integers.
 #
 # A number is such an integer times a scale, a power of two that it shares with others. If the
 # processor adds up four products of bytes in a 32-bit lane (VNNI), the integer is stored as digits
@@ -161,6 +168,14 @@ def second_of_pairs(typing_context, pairs):
 MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
 LANE_BYTES = 4
 """Bytes of a lane of integers, in which products are added up."""
+INT4, FLOAT4 = "int4", "float4"
+"""Codes of weights of 4 bits: integers, half a group apart in a byte; or adjacent numbers of E2M1
+(Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3)."""
+FLOAT4_ZERO = 12
+# By code, FLOAT4_ZERO plus twice the number: bytes without a sign, for products of bytes.
+_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
+_FLOAT4_INTEGERS = tuple(FLOAT4_ZERO + it for it in (*_MAGNITUDES, *(-it for it in _MAGNITUDES)))
+_BYTE_SHUFFLES = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
 
 @dataclass(frozen=True)
@@ -250,13 +265,24 @@ def scale_of_integers(typing_context, magnitude, bits):
 
 
 @intrinsic(prefer_literal=True)
-def store_digits(typing_context, target, line, count, factor, bits, lanes):
+def store_digits(typing_context, target, line, count, factor, bits, lanes, codes):
     """Round numbers times a factor to integers, store their digits, and return their sum.
 
-    The layout is that of `Digits`, as `tile_dot_int4` reads it. If half of ``count`` is less than
+    The layout is that of `Digits`, as `tile_dot_4bit` reads it. If half of ``count`` is less than
     the bytes of a vector, the digits take part of a vector.
     """
     half = count.literal_value // 2
+    in_pairs = codes.literal_value == FLOAT4
+
+    def load_numbers(builder, pointer, index, lanes):
+        if not in_pairs:
+            return emit_load_vector(builder, line.dtype, pointer, INT64(index), lanes)
+        is_upper, start = divmod(index, half)
+        first, second = (
+            emit_load_vector(builder, line.dtype, pointer, INT64(2 * start + it), lanes)
+            for it in (0, lanes)
+        )
+        return emit_shuffle(builder, first, second, range(is_upper, 2 * lanes, 2))
 
     def generate(context, builder, signature, args):
         target_pointer, line_pointer, _, scalar, *_ = args
@@ -264,7 +290,7 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes):
         words, vector_size = ir.VectorType(INT32, digits.lanes), digits.vector_size
         total, factors = ir.Constant(words, None), emit_splat(builder, scalar, words.count)
         for index in range(0, 2 * half, words.count):
-            number = emit_load_vector(builder, line.dtype, line_pointer, INT64(index), words.count)
+            number = load_numbers(builder, line_pointer, index, words.count)
             name = f"llvm.lrint.{suffix(words)}.{suffix(number.type)}"
             integers = call_intrinsic(builder, name, words, [builder.fmul(number, factors)])
             total = builder.add(total, integers)
@@ -274,7 +300,7 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes):
             _store_digits_of_vector(builder, digits, place, integers)
         return call_intrinsic(builder, f"llvm.vector.reduce.add.{suffix(words)}", INT32, [total])
 
-    return types.int32(target, line, count, types.float32, bits, lanes), generate
+    return types.int32(target, line, count, types.float32, bits, lanes, codes), generate
 
 
 def _store_digits_of_vector(
@@ -297,13 +323,17 @@ def _store_digits_of_vector(
 
 
 @intrinsic(prefer_literal=True)
-def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits):
+def tile_dot_4bit(
+    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes
+):
     """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
+
+    ``codes`` is INT4, or FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``.
 
     The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
     adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
     ones of the vector ``i * columns + j``. ``count`` is the number of bytes of b, or None for a
-    whole vector. Strides are in bytes.
+    whole vector; with FLOAT4, the factors of others must be zeros. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
@@ -314,7 +344,10 @@ def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors
             both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
         else:
             both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
-        return _split_integers(builder, digits, both)
+        integers = _split_integers(builder, digits, both)
+        if codes.literal_value == FLOAT4:
+            integers = [_emit_integers_of_float4(builder, digits, it) for it in integers]
+        return integers
 
     def add_product(builder, total, product, pointer, position):
         # A whole vector, so that the shuffle instruction can read it from memory.
@@ -336,7 +369,7 @@ def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits)
+    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes)
     return tile(*arguments), generate
 
 
@@ -351,6 +384,23 @@ def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> li
     shifted = (builder.lshr(both, constant_of(halves, 4 * part)) for part in range(digits.parts))
     words = ir.VectorType(INT32, digits.lanes)
     return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
+
+
+def _emit_integers_of_float4(builder: ir.IRBuilder, digits: Digits, codes: ir.Value) -> ir.Value:
+    """Return FLOAT4_ZERO plus twice the numbers of codes, each as wide as a digit."""
+    in_bytes = ir.VectorType(INT8, digits.vector_size)
+    codes, words = builder.bitcast(codes, in_bytes), codes.type
+    if not has_byte_shuffle(digits.vector_size):
+        integers = builder.add(
+            _emit_doubled_float4(builder, codes), constant_of(in_bytes, FLOAT4_ZERO)
+        )
+    else:
+        table = ir.Constant(in_bytes, [*_FLOAT4_INTEGERS] * (digits.vector_size // 16))
+        name = _BYTE_SHUFFLES[digits.vector_size]
+        integers = call_intrinsic(builder, f"llvm.x86.{name}", in_bytes, [table, codes])
+    integers = builder.bitcast(integers, words)
+    # The upper byte of a digit of two bytes is code 0.
+    return integers if digits.size == 1 else builder.and_(integers, constant_of(words, 0x00FF00FF))
 
 
 def _dot_columns(
@@ -506,6 +556,8 @@ def truncated_limb(typing_context, x):
 # A byte holds two 4-bit integers. LANES adjacent bytes hold two vectors: the lower integers are
 # LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
 # (integer - zero) * scale.
+#
+# The two numbers of 4 bits in a byte (FLOAT4) are adjacent.
 
 
 @intrinsic(prefer_literal=True)
@@ -545,6 +597,99 @@ def unpack_int4(typing_context, target, half, source, scale, zero, lanes):
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, compute, compute, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack_float4(typing_context, target, source, scale, lanes):
+    """Store the 2 * LANES numbers of adjacent bytes, times twice ``scale``."""
+    compute = ELEMENTS[target.dtype].compute
+
+    def generate(context, builder, signature, args):
+        target_pointer, source_pointer, factor, _ = args
+        count = lanes.literal_value
+        wide = ir.VectorType(INT32, count)
+        scales = emit_splat(builder, factor, count)
+        both = builder.zext(_load_bytes(builder, source_pointer, count), wide)
+        numbers = [
+            builder.fmul(builder.sitofp(_emit_doubled_float4(builder, codes), scales.type), scales)
+            for codes in (
+                builder.and_(both, constant_of(wide, 15)),
+                builder.lshr(both, constant_of(wide, 4)),
+            )
+        ]
+        for half in range(2):
+            lanes_of_half = range(half * count // 2, (half + 1) * count // 2)
+            order = [it for lane in lanes_of_half for it in (lane, count + lane)]
+            place = builder.gep(target_pointer, [INT64(half * count)])
+            _store_numbers(builder, target.dtype, place, emit_shuffle(builder, *numbers, order))
+        return context.get_dummy_value()
+
+    return types.void(target, source, compute, lanes), generate
+
+
+@intrinsic
+def doubled_float4(typing_context, code):
+    """Return twice the number of a code, from -12 to 12."""
+
+    def generate(context, builder, signature, args):
+        return _emit_doubled_float4(builder, builder.zext(args[0], INT32))
+
+    return types.int32(types.uint8), generate
+
+
+def _emit_doubled_float4(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Compute twice the numbers of codes without a table, in integers of the codes' width."""
+
+    def above(number: int) -> ir.Value:
+        name = f"llvm.usub.sat.{suffix(codes.type)}"
+        bound = constant_of(codes.type, number)
+        return call_intrinsic(builder, name, codes.type, [magnitude, bound])
+
+    # Twice the magnitudes are 0, 1, 2, 3, 4, 6, 8, 12: steps of 1, then 2, then 4.
+    magnitude = builder.and_(codes, constant_of(codes.type, 7))
+    steps = builder.add(magnitude, above(4))
+    doubled = builder.add(steps, builder.shl(above(6), constant_of(codes.type, 1)))
+    is_negative = builder.icmp_unsigned(">=", codes, constant_of(codes.type, 8))
+    return builder.select(is_negative, builder.neg(doubled), doubled)
+
+
+@intrinsic
+def half_power(typing_context, exponent):
+    """Return half of the scale of an E8M0 exponent: 2^(exponent - 128), or NaN for 255."""
+
+    def generate(context, builder, signature, args):
+        return _emit_half_powers(builder, builder.zext(args[0], INT32))
+
+    return types.float32(types.uint8), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_half_powers(typing_context, pointer, index, count, lanes):
+    """Load ``count`` exponents, at most LANES, as `half_power`; the other lanes are 2^-128."""
+    result = Vector(types.float32, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        data, start, most, _ = args
+        place = builder.gep(data, [start])
+        exponents = emit_load_first(builder, pointer.dtype, place, most, result.lanes)
+        wide = builder.zext(exponents, ir.VectorType(INT32, result.lanes))
+        return _emit_half_powers(builder, wide)
+
+    return result(pointer, types.intp, types.intp, lanes), generate
+
+
+def _emit_half_powers(builder: ir.IRBuilder, exponents: ir.Value) -> ir.Value:
+    def constant(number: int) -> ir.Value:
+        return constant_of(exponents.type, number)
+
+    # 2^-128 and 2^-127 are subnormal.
+    normal = builder.shl(builder.sub(exponents, constant(1)), constant(23))
+    subnormal = builder.shl(constant(1 << 21), builder.and_(exponents, constant(1)))
+    is_subnormal = builder.icmp_unsigned("<", exponents, constant(2))
+    bits = builder.select(is_subnormal, subnormal, normal)
+    is_nan = builder.icmp_unsigned("==", exponents, constant(255))
+    bits = builder.select(is_nan, constant(bits_of_float(math.nan)), bits)
+    return builder.bitcast(bits, shaped(FLOAT, exponents.type))
 
 
 def _load_bytes(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> ir.Value:

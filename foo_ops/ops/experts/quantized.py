@@ -1,4 +1,4 @@
-"""foo::moe_experts_quantized computes experts whose weights are integers of 8 or 4 bits."""
+"""foo::moe_experts_quantized computes experts whose weights have 8 or 4 bits, or are MXFP4."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.experts.mixture import OPTIONS, flops_of
+from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4
 from foo_ops.ops.linear_quantized import dequantize_weight
 
 library.define(
@@ -41,18 +42,19 @@ def moe_experts_quantized(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """Compute `foo_ops.moe_experts` with weights that `foo_ops.quantize_weight` has made.
+    """Compute `foo_ops.moe_experts` with weights of 8 or 4 bits, or of MXFP4.
 
-    Weights are read as they are: for few tokens, whose time is that of reading weights, experts of
-    bfloat16 take twice as long as those of 8 bits, and four times as long as those of 4.
+    `foo_ops.quantize_weight` and `foo_ops.quantize_mxfp4` make them. Weights are read as they are:
+    for few tokens, whose time is that of reading weights, experts of bfloat16 take twice as long as
+    those of 8 bits, and four times as long as those of 4.
 
     Args:
         hidden, expert_index, expert_weight: as for `foo_ops.moe_experts`.
-        gate_up: (E, 2 N, K) int8, or (E, 2 N, K / 2) uint8 with zeros: the weights of each expert
-            as `foo_ops.quantize_weight` packs them.
-        gate_up_scale: (E, 2 N), or (E, 2 N, K / group_size) with zeros, of hidden's dtype; a group
-            has 32, 64 or 128 weights.
-        gate_up_zero: of gate_up_scale's shape and dtype, for 4 bits; None for 8 bits.
+        gate_up: (E, 2 N, K) int8; or (E, 2 N, K / 2) uint8 for 4 bits, packed by groups, and for
+            MXFP4, where adjacent weights share a byte.
+        gate_up_scale: (E, 2 N) for 8 bits; (E, 2 N, K / group_size) for 4 bits, with groups of 32,
+            64 or 128 weights; both of hidden's dtype. (E, 2 N, K / 32) uint8 for MXFP4, exponents.
+        gate_up_zero: of gate_up_scale's shape and dtype, for 4 bits; None for 8 bits and MXFP4.
         down, down_scale, down_zero: likewise, for (E, L, N).
         gate_up_bias, down_bias, activation, is_gated, is_interleaved, alpha, limit, up_offset: as
             for `foo_ops.moe_experts`.
@@ -112,8 +114,10 @@ def fake(
     return output
 
 
-def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return the numbers of all experts' weights."""
+def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of all experts' weights, in dtype."""
+    if zero is None and scale.dtype == torch.uint8:
+        return dequantize_mxfp4(weight, scale, dtype)
     of_rows = [None if it is None else it.flatten(0, 1) for it in (weight, scale, zero)]
     return dequantize_weight(*of_rows).unflatten(0, weight.shape[:2])  # type: ignore[arg-type]
 
@@ -133,8 +137,8 @@ def composite(
     **options: Any,
 ) -> Tensor:
     """Compute the same with dequantized weights."""
-    gate_up = dequantized(gate_up, gate_up_scale, gate_up_zero)
-    down = dequantized(down, down_scale, down_zero)
+    gate_up = dequantized(gate_up, gate_up_scale, gate_up_zero, hidden.dtype)
+    down = dequantized(down, down_scale, down_zero, hidden.dtype)
     output: Tensor = torch.ops.foo.moe_experts.default(
         hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias, **options
     )
@@ -165,8 +169,7 @@ def sharding(
     **__: Any,
 ) -> str:
     """Shard tokens."""
-    scales = [". ." if it is None else ". . ." for it in (zero, down_zero)]
-    matrices = [f". . ., {it}, . . ." for it in scales]
+    matrices = [f". . ., {'. ' * len(it.shape)}, . . ." for it in (scale, down_scale)]
     return f"t ., t ., t ., {matrices[0]}, {matrices[1]}, . ., . . -> t ."
 
 

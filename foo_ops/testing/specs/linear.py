@@ -235,7 +235,7 @@ LINEAR_SILU_MUL = OpSpec(
 )
 
 
-# --------------------------------------------------------------- foo::linear_int8, foo::linear_int4
+# ------------------------------------------- foo::linear_int8, foo::linear_int4, foo::linear_mxfp4
 
 # The error of an element is bounded as for foo::linear, with the magnitudes of the dequantized
 # weights. Weights that are rounded to the input's dtype have errors of their own, independent of
@@ -285,6 +285,29 @@ def int4_sample(
     return make
 
 
+def mxfp4_sample(
+    name: str, rows: tuple[int, ...], groups: int, columns: int, *, has_bias: bool = True
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        input, bias = random(name, (*rows, 32 * groups), (columns,), dtype=dtype)
+        weight = integers(name, (columns, 16 * groups), torch.uint8)
+        scale = 119 + integers(name, (columns, groups), torch.uint8) % 8
+        inputs = (input, weight, scale)
+        return Sample((*inputs, bias) if has_bias else inputs)
+
+    return make
+
+
+def special_mxfp4(make: Maker, dtype: torch.dtype) -> Sample:
+    """Make infinities and NaN, of the input and of a scale, and zeros."""
+    sample = make(dtype)
+    input, _, scale, *_ = sample.inputs
+    input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
+    input[-1] = 0
+    scale[4, 0] = 255
+    return sample
+
+
 def special_quantized(make: Maker, dtype: torch.dtype) -> Sample:
     """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
     sample = make(dtype)
@@ -302,6 +325,9 @@ def special_quantized(make: Maker, dtype: torch.dtype) -> Sample:
 def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
     """Return the dequantized weight, and the magnitudes in its computation."""
     _, weight, scale, *others = sample.inputs
+    if scale.dtype == torch.uint8:
+        value = reference.numbers_of_mxfp4(weight, scale)
+        return value, value.abs()
     if not sample.keywords:
         value = weight.double() * scale.detach()[:, None]
         return value, value.abs()
@@ -325,10 +351,11 @@ def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     input = sample.inputs[0]
     value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
     bias = sample.inputs[4 if sample.keywords else 3 :]
+    has_groups = sample.keywords or sample.inputs[2].dtype == torch.uint8
     total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
     # Three more terms for a weight, or for the scale of a sum.
     error = bound(value, total, input.shape[-1] + 3, dtype)
-    if dtype == torch.bfloat16 and sample.keywords:
+    if dtype == torch.bfloat16 and has_groups:
         error = error + error_of_rounded(input, weight, "...k,nk->...n", dtype)
     return (error,)
 
@@ -348,7 +375,9 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
     of_weight = torch.einsum("...n,...k->nk", grad, input)
     magnitudes = torch.einsum("...n,...k->nk", grad.abs(), input.abs())
     terms = rows + depth + 3
-    if sample.keywords:
+    if scale.dtype == torch.uint8:
+        pass  # exponents have no gradients
+    elif sample.keywords:
         size = sample.keywords["group_size"]
         one, (zero, *others) = torch.ones_like(scale), others
         steps = reference.numbers_of_int4(integers, one, zero, size)
@@ -369,6 +398,8 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
 
 
 def reference_of(sample: Sample) -> Callable[..., Tensor]:
+    if sample.inputs[2].dtype == torch.uint8:
+        return reference.linear_mxfp4
     return reference.linear_int4 if sample.keywords else reference.linear_int8
 
 
@@ -418,6 +449,29 @@ LINEAR_INT4 = OpSpec(
     essential=("size1", "size7", "no bias"),
     in_layouts=("size7", "no bias", "few rows, groups of 128"),
     large=int4_sample("large", (301,), 10, 333, group_size=64),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
+)
+
+LINEAR_MXFP4 = OpSpec(
+    operator=torch.ops.foo.linear_mxfp4.default,
+    reference=reference.linear_mxfp4,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: mxfp4_sample("sized", (2, size), 1 + size // 6, size + 1)(dtype),
+    samples={
+        "vector": mxfp4_sample("vector", (), 1, 33),
+        "no bias": mxfp4_sample("no bias", (3, 4), 1, 9, has_bias=False),
+        "no depth": mxfp4_sample("no depth", (3,), 0, 5),
+        "no columns": mxfp4_sample("no columns", (3,), 2, 0),
+        "one row": mxfp4_sample("one row", (1,), 33, 131),
+        "few rows": mxfp4_sample("few rows", (5,), 17, 70),
+        "several sections": mxfp4_sample("several sections", (61,), 35, 75),
+        "special values": partial(special_mxfp4, mxfp4_sample("special", (9,), 2, 20)),
+        "special values of few rows": partial(special_mxfp4, mxfp4_sample("few", (7,), 2, 20)),
+    },
+    essential=("size1", "size7", "no bias"),
+    in_layouts=("size7", "no bias", "few rows"),
+    large=mxfp4_sample("large", (301,), 20, 333),
     output_budget=quantized_budget,
     gradient_budget=quantized_gradient_budget,
 )

@@ -110,7 +110,8 @@ Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tenso
 
 // Returns the number of steps that share a scale, for weights of 4 bits.
 int64_t group_size_of(const Tensor& weight, const Tensor& scale) {
-  return scale.dim() == 2 || scale.size(2) == 0 ? 32 : 2 * weight.size(2) / scale.size(2);
+  return scale.dim() == 2 || scale.size(2) == 0 ? kMxfp4GroupSize
+                                                : 2 * weight.size(2) / scale.size(2);
 }
 
 Tensor moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
@@ -310,15 +311,17 @@ void check_biases(const Tensor& hidden, const Tensor& gate_up, const Tensor& dow
 }
 
 // Two weights of 4 bits share a byte.
-c10::SymInt steps_of(const Tensor& weight, const OptionalTensor& zero) {
-  return zero.has_value() ? 2 * weight.sym_size(2) : weight.sym_size(2);
+c10::SymInt steps_of(const Tensor& weight, const Tensor& scale, const OptionalTensor& zero) {
+  const bool is_shared = zero.has_value() || QuantizedWeights::is_exponent(scale);
+  return is_shared ? 2 * weight.sym_size(2) : weight.sym_size(2);
 }
 
-// Checks weights of 8 bits, with a scale for each row; or of 4 bits, with scale and zero for each
-// group of steps.
+// Checks weights of 8 bits, with a scale for each row; of 4 bits, with scale and zero for each group
+// of steps; or of MXFP4, with an exponent for each group.
 void check_integers(const char* argument, const Tensor& weight, const Tensor& scale,
                     const OptionalTensor& zero, const Tensor& hidden) {
-  const bool has_groups = zero.has_value();
+  const bool are_mxfp4 = !zero.has_value() && QuantizedWeights::is_exponent(scale);
+  const bool has_groups = zero.has_value() || are_mxfp4;
   const std::string scale_name = std::string(argument) + "_scale";
   const std::string zero_name = std::string(argument) + "_zero";
   const at::ScalarType dtype = has_groups ? at::kByte : at::kChar;
@@ -326,19 +329,32 @@ void check_integers(const char* argument, const Tensor& weight, const Tensor& sc
   TORCH_CHECK_VALUE(weight.device() == hidden.device(), kName, ": ", argument, " must be on ",
                     hidden.device(), " as hidden is, got ", weight.device());
   TORCH_CHECK_TYPE(weight.scalar_type() == dtype, kName, ": ", argument, " must be ",
-                   dtype_name(dtype), has_groups ? " with" : " without", " zeros, got ",
-                   dtype_name(weight.scalar_type()));
-  check_dimensions(kName, scale_name.c_str(), scale, has_groups ? 3 : 2,
-                   has_groups ? "(E, N, K / group_size)" : "(E, N)");
-  check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
+                   dtype_name(dtype),
+                   are_mxfp4    ? " with exponents"
+                   : has_groups ? " with zeros"
+                                : " without zeros",
+                   ", got ", dtype_name(weight.scalar_type()));
+  if (are_mxfp4) {
+    check_exponents(kName, scale_name.c_str(), scale, 3, "(E, N, K / 32)", "hidden", hidden);
+  } else {
+    check_dimensions(kName, scale_name.c_str(), scale, has_groups ? 3 : 2,
+                     has_groups ? "(E, N, K / group_size)" : "(E, N)");
+    check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
+  }
   const std::string has = std::string(argument) + " has";
   check_count(kName, scale_name.c_str(), "matrices", scale.sym_size(0), weight.sym_size(0),
               has.c_str());
   check_count(kName, scale_name.c_str(), "rows", scale.sym_size(1), weight.sym_size(1),
               has.c_str());
   if (!has_groups) return;
-  const c10::SymInt steps = steps_of(weight, zero), groups = scale.sym_size(2);
+  const c10::SymInt steps = steps_of(weight, scale, zero), groups = scale.sym_size(2);
   const auto is_of = [&](int64_t size) { return holds((groups * size).sym_eq(steps)); };
+  if (are_mxfp4) {
+    TORCH_CHECK_VALUE(is_of(kMxfp4GroupSize), kName, ": ", scale_name,
+                      " must have a column for each ", kMxfp4GroupSize, " of the ", steps,
+                      " steps of ", argument, ", got ", groups);
+    return;
+  }
   TORCH_CHECK_VALUE(is_of(32) || is_of(64) || is_of(128), kName, ": ", scale_name,
                     " must have a column for each 32, 64 or 128 of the ", steps, " steps of ",
                     argument, ", got ", groups);
@@ -377,9 +393,9 @@ void check_moe_experts_quantized(const Tensor& hidden, const Tensor& expert_inde
   check_tokens(hidden, expert_index, expert_weight);
   check_integers("gate_up", gate_up, gate_up_scale, gate_up_zero, hidden);
   check_integers("down", down, down_scale, down_zero, hidden);
-  check_count(kName, "gate_up", "columns", steps_of(gate_up, gate_up_zero), hidden.sym_size(1),
+  check_count(kName, "gate_up", "columns", steps_of(gate_up, gate_up_scale, gate_up_zero), hidden.sym_size(1),
               "hidden has");
-  check_pair(gate_up, down, steps_of(down, down_zero), is_gated);
+  check_pair(gate_up, down, steps_of(down, down_scale, down_zero), is_gated);
   check_biases(hidden, gate_up, down, gate_up_bias, down_bias);
   check_gate(kName, {activation, is_gated, false, alpha, limit, 0.0});
 }

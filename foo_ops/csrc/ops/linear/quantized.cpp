@@ -33,13 +33,29 @@ void check_of_rows(const char* name, const char* argument, const at::Tensor& ten
               "weight has rows");
 }
 
+void check_group_sizes(const char* name, const char* argument, const at::Tensor& tensor,
+                       const at::Tensor& input, const at::Tensor& weight, int64_t group_size) {
+  check_count(name, argument, "rows", tensor.sym_size(0), weight.sym_size(0), "weight has");
+  check_count(name, argument, "columns", tensor.sym_size(1), input.sym_size(-1) / group_size,
+              "input has groups");
+}
+
 void check_of_groups(const char* name, const char* argument, const at::Tensor& tensor,
                      const at::Tensor& input, const at::Tensor& weight, int64_t group_size) {
   check_dimensions(name, argument, tensor, 2, "(N, K / group_size)");
   check_like(name, argument, tensor, "input", input);
-  check_count(name, argument, "rows", tensor.sym_size(0), weight.sym_size(0), "weight has");
-  check_count(name, argument, "columns", tensor.sym_size(1), input.sym_size(-1) / group_size,
-              "input has groups");
+  check_group_sizes(name, argument, tensor, input, weight, group_size);
+}
+
+// Two weights of 4 bits share a byte.
+void check_pairs(const char* name, const at::Tensor& input, const at::Tensor& weight,
+                 int64_t group_size) {
+  TORCH_CHECK_VALUE(holds((input.sym_size(-1) % group_size).sym_eq(0)), name,
+                    ": input must have whole groups of ", group_size, " columns, got ",
+                    input.sym_size(-1));
+  check_weight(name, weight, at::kByte, "(N, K / 2)", input);
+  check_count(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1) / 2,
+              "input has pairs of columns");
 }
 
 // Kernels need contiguous rows of weights, scales and zeros; those for few rows also of the input.
@@ -59,6 +75,9 @@ Kernel& kernel_of(const QuantizedWeights& weights, bool is_few) {
   static auto* const few_int8 = new Kernel("linear_int8_few_rows");
   static auto* const many_int8 = new Kernel("linear_int8_product");
   static auto* const many_int4 = new Kernel("linear_int4_product");
+  static auto* const few_mxfp4 = new Kernel("linear_mxfp4_few_rows");
+  static auto* const many_mxfp4 = new Kernel("linear_mxfp4_product");
+  if (weights.are_mxfp4()) return is_few ? *few_mxfp4 : *many_mxfp4;
   if (!weights.zero.has_value()) return is_few ? *few_int8 : *many_int8;
   return is_few ? few_rows_int4_kernel(weights.group_size) : *many_int4;
 }
@@ -86,6 +105,13 @@ at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   return multiply_quantized(input, make_quantized_weights(weight, scale, zero, group_size), bias);
 }
 
+at::Tensor linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                        const OptionalTensor& bias) {
+  check_linear_mxfp4(input, weight, scale, bias);
+  return multiply_quantized(
+      input, make_quantized_weights(weight, scale, std::nullopt, kMxfp4GroupSize), bias);
+}
+
 const void* group_of(const at::Tensor& tensor, int64_t group) {
   const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
   return data + group * tensor.stride(0) * tensor.itemsize();
@@ -95,9 +121,10 @@ const void* group_of(const at::Tensor& tensor, int64_t group) {
 
 QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
                                         const OptionalTensor& zero, int64_t group_size) {
-  if (!zero.has_value()) return {with_adjacent_steps(weight), scale, zero, group_size};
-  return {with_adjacent_steps(weight), with_adjacent_steps(scale), with_adjacent_steps(*zero),
-          group_size};
+  QuantizedWeights weights{with_adjacent_steps(weight), scale, zero, group_size};
+  if (zero.has_value()) weights.zero = with_adjacent_steps(*zero);
+  if (zero.has_value() || weights.are_mxfp4()) weights.scale = with_adjacent_steps(scale);
+  return weights;
 }
 
 ProductCall<QuantizedProduct> quantized_call(const Product& product,
@@ -141,20 +168,38 @@ void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   check_rows(name, "input", input);
   TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, name,
                     ": group_size must be 32, 64 or 128, got ", group_size);
-  TORCH_CHECK_VALUE(holds((input.sym_size(-1) % group_size).sym_eq(0)), name,
-                    ": input must have whole groups of ", group_size, " columns, got ",
-                    input.sym_size(-1));
-  check_weight(name, weight, at::kByte, "(N, K / 2)", input);
-  check_count(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1) / 2,
-              "input has pairs of columns");
+  check_pairs(name, input, weight, group_size);
   check_of_groups(name, "scale", scale, input, weight, group_size);
   check_of_groups(name, "zero", zero, input, weight, group_size);
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
 }
 
+void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                        const OptionalTensor& bias) {
+  const char* const name = "linear_mxfp4";
+  check_dtype(name, "input", input);
+  check_rows(name, "input", input);
+  check_pairs(name, input, weight, kMxfp4GroupSize);
+  check_exponents(name, "scale", scale, 2, "(N, K / 32)", "input", input);
+  check_group_sizes(name, "scale", scale, input, weight, kMxfp4GroupSize);
+  if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
+}
+
+void check_exponents(const char* name, const char* argument, const at::Tensor& scale,
+                     int64_t dimensions, const char* shape, const char* like,
+                     const at::Tensor& input) {
+  check_dimensions(name, argument, scale, dimensions, shape);
+  TORCH_CHECK_VALUE(scale.device() == input.device(), name, ": ", argument, " must be on ",
+                    input.device(), " as ", like, " is, got ", scale.device());
+  TORCH_CHECK_TYPE(QuantizedWeights::is_exponent(scale), name, ": ", argument,
+                   " must be uint8, exponents of powers of two, got ",
+                   dtype_name(scale.scalar_type()));
+}
+
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear_int8", &linear_int8>(library);
   register_shared_kernel<"foo::linear_int4", &linear_int4>(library);
+  register_shared_kernel<"foo::linear_mxfp4", &linear_mxfp4>(library);
 }
 
 }  // namespace foo

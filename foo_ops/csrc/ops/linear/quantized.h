@@ -1,5 +1,5 @@
-// foo::linear_int8 and foo::linear_int4: their checks, which fake kernels share, and their kernels'
-// parameters. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+// foo::linear_int8, foo::linear_int4 and foo::linear_mxfp4: their checks, which fake kernels share,
+// and their kernels' parameters. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -14,8 +14,8 @@
 namespace foo {
 
 // A product whose right matrix has integers: 8 bits with a scale per column, or 4 bits, two in a
-// byte, with scale and zero per group of steps. Strides are in elements; a column's groups are
-// adjacent.
+// byte, with scale and zero per group of steps; or numbers of 4 bits, whose scale is the exponent of
+// a group. Strides are in elements; a column's groups are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
@@ -40,13 +40,19 @@ inline const Product& matrices_of(const QuantizedProduct& product) {
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 
-// Weights of 8 bits if there are no zeros, or else of 4 bits: of one matrix, or of one for each
-// group of rows. The steps of a column are adjacent, and so are its groups.
+// Weights of 8 bits, of 4 bits if there are zeros, or MXFP4 if scales are exponents: of one matrix,
+// or of one for each group of rows. The steps of a column are adjacent, and so are its groups.
 struct QuantizedWeights {
   at::Tensor weight, scale;
   std::optional<at::Tensor> zero;
   int64_t group_size;
+
+  bool are_mxfp4() const { return is_exponent(scale); }
+  static bool is_exponent(const at::Tensor& scale) { return scale.scalar_type() == at::kByte; }
 };
+
+// Numbers of MXFP4 that share a scale.
+constexpr int64_t kMxfp4GroupSize = 32;
 
 // Copies tensors in which steps or groups of a column are not adjacent.
 QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
@@ -58,11 +64,18 @@ ProductCall<QuantizedProduct> quantized_call(const Product& product,
                                              const QuantizedWeights& weights, int64_t group,
                                              at::ScalarType dtype, int64_t least);
 
+// Checks the shape, device and dtype of E8M0 scales.
+void check_exponents(const char* name, const char* argument, const at::Tensor& scale,
+                     int64_t dimensions, const char* shape, const char* like,
+                     const at::Tensor& input);
+
 // Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const std::optional<at::Tensor>& bias);
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const std::optional<at::Tensor>& bias,
                        int64_t group_size);
+void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                        const std::optional<at::Tensor>& bias);
 
 }  // namespace foo
