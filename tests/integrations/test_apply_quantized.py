@@ -16,8 +16,9 @@ from foo_ops.integrations.transformers import apply, replaced, restore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = ["llama: plain", "GPT2", "gpt_oss: sinks, windows in every second layer"]
-LLAMA = NAMES[0]
+# With the number of their modules that have weights of few bits.
+MODELS = {"llama: plain": 15, "GPT2": 9, "gpt_oss: sinks, windows in every second layer": 11}
+LLAMA = "llama: plain"
 
 
 def wide(name, device="cpu", dtype=torch.float32):
@@ -26,28 +27,38 @@ def wide(name, device="cpu", dtype=torch.float32):
 
 
 def with_rounded_weights(model, bits):
-    """Return the model in float64, with its linear layers' weights rounded to ``bits``."""
+    """Return the model in float64, with weights of linear layers and experts of few ``bits``."""
     twin = exact_copy(model)
     for name, layer in twin.named_modules():
         own = model.get_submodule(name)
         if type(layer) in (nn.Linear, Conv1D):
-            turn = (lambda it: it.t()) if type(layer) is Conv1D else (lambda it: it)
-            options = {"group_size": 64} if bits == 4 else {}
-            weight = turn(own.weight.detach().cpu())
-            rounded = foo_ops.dequantize_weight(*foo_ops.quantize_weight(weight, bits, **options))
-            layer.weight = nn.Parameter(turn(rounded).double())
+            layer.weight = rounded(own.weight, bits, type(layer) is Conv1D)
+        elif hasattr(layer, "has_gate"):
+            for weight in ("gate_up_proj", "down_proj"):
+                setattr(layer, weight, rounded(getattr(own, weight), bits, own.is_transposed))
     return twin
 
 
+def rounded(weight, bits, is_transposed):
+    """Return a weight, or those of all experts, rounded to ``bits``."""
+    matrix = weight.detach().cpu()
+    matrix = matrix.mT if is_transposed else matrix
+    rows = matrix.flatten(0, -2)
+    group_size = None if bits == 8 else 64 if rows.shape[1] % 64 == 0 else 32
+    rows = foo_ops.dequantize_weight(*foo_ops.quantize_weight(rows, bits, group_size))
+    numbers = rows.unflatten(0, matrix.shape[:-1])
+    return nn.Parameter((numbers.mT if is_transposed else numbers).double())
+
+
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_rounded_weights(name, bits, device):
     model, inputs = wide(name, device), tokens(2, 12)
     twin = with_rounded_weights(model, bits)
     with Doubles():
         exact = run(twin, "eager", inputs)
     ours = apply(model, quantize=bits)
-    assert replaced(ours)["quantize"] == (15 if name == LLAMA else 9)
+    assert replaced(ours)["quantize"] == MODELS[name]
     assert "linear" not in replaced(ours)
     assert_near(run(ours, None, inputs), exact, roundings=128)
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers import experts as foo_experts
 
@@ -210,3 +211,142 @@ def test_hybrids_with_experts_agree():
     exact.set_experts_implementation("eager")
     assert_near(apply(model)(tokens).logits, exact(tokens).logits.double(), roundings=256)
     assert replaced(model)["experts"] == 1
+
+
+# --------------------------------------------------------------------------- apply(quantize=...)
+
+
+class WideConfig(Config):
+    hidden, columns = 64, 32
+
+
+def routed(tokens=7, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
+    index = torch.randint(4, (tokens, 2), generator=generator)
+    return hidden, index, torch.rand(tokens, 2, generator=generator)
+
+
+def with_rounded_weights(module, bits):
+    """Return a copy in float64 whose weights are those of the quantised copy."""
+    twin = copy.deepcopy(module).double()
+    for name in foo_experts.names_of_weights(module):
+        matrix = getattr(module, name).detach()
+        matrix = matrix.mT if module.is_transposed else matrix
+        rows = matrix.flatten(0, 1)
+        group_size = None if bits == 8 else 64 if rows.shape[1] % 64 == 0 else 32
+        numbers = foo_ops.dequantize_weight(*foo_ops.quantize_weight(rows, bits, group_size))
+        numbers = numbers.double().view(matrix.shape)
+        setattr(twin, name, nn.Parameter(numbers.mT if module.is_transposed else numbers))
+    return twin
+
+
+KINDS = {
+    "silu": {},
+    "without a gate": {"has_gate": False, "act_fn": nn.ReLU()},
+    "transposed": {"is_transposed": True},
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_few_bits(kind, bits):
+    torch.manual_seed(0)
+    module = experts_class(**KINDS[kind])(WideConfig()).eval()
+    before = {name: it.clone() for name, it in module.state_dict().items()}
+    exact = with_rounded_weights(module, bits)
+    given = routed()
+    wide = given[0].double(), given[1], given[2].double()
+    own, expected = copy.deepcopy(module).double()(*wide).detach(), exact(*wide)
+    apply(module, quantize=bits)
+    assert replaced(module) == {"experts": 1, "quantize": 1}
+    assert not left_alone(module)
+    with torch.no_grad():
+        assert_near(module(*given), expected.detach(), roundings=128)
+    after = module.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], it) for name, it in before.items())
+    # Training reads the weights themselves.
+    assert_near(module.train()(*given).detach(), own, roundings=128)
+    restore(module)
+    assert not list(module.buffers())
+    assert_near(module.eval()(*given).detach(), own, roundings=128)
+
+
+def test_gradients_of_weights_go_straight_through_their_rounding():
+    torch.manual_seed(0)
+    module = experts_class()(WideConfig()).eval()
+    exact, given = with_rounded_weights(module, 4), routed()
+    apply(module, quantize=4)
+    output, expected = module(*given), exact(given[0].double(), given[1], given[2].double())
+    assert_near(output.detach(), expected.detach(), roundings=128)
+    output.sum().backward()
+    expected.sum().backward()
+    for name in ("gate_up_proj", "down_proj"):
+        assert_near(getattr(module, name).grad, getattr(exact, name).grad, roundings=256)
+
+
+def change_in_place(module):
+    with torch.no_grad():
+        module.down_proj.mul_(0.5)
+
+
+def change_through_data(module):
+    module.gate_up_proj.data += 0.25
+
+
+def change_one_number_through_data(module):
+    module.gate_up_proj.data[1, 2, 3] += 30
+    module.eval()
+
+
+def load(module):
+    module.load_state_dict({name: 0.5 * it for name, it in module.state_dict().items()})
+
+
+def convert(module):
+    module.bfloat16().float()
+
+
+CHANGES = (change_in_place, change_through_data, change_one_number_through_data, load, convert)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_follow_their_weights(change, is_transposed):
+    torch.manual_seed(0)
+    flags = {"is_transposed": is_transposed}
+    module = apply(experts_class(**flags)(WideConfig()).eval(), quantize=8)
+    other = experts_class(**flags)(WideConfig()).eval()
+    given = routed()
+    with torch.no_grad():
+        module(*given)
+        change(module)
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(module(*given), apply(other, quantize=8)(*given))
+
+
+def test_copies_of_experts_are_quantised():
+    module = apply(experts_class()(WideConfig()).eval(), quantize=4)
+    twin = copy.deepcopy(module)
+    given = routed()
+    with torch.no_grad():
+        assert torch.equal(twin(*given), module(*given))
+        change_in_place(twin)
+        assert not torch.equal(twin(*given), module(*given))
+
+
+def test_widths_without_groups_stay():
+    module = apply(experts_class()(Config()).eval(), quantize=4)
+    assert replaced(module) == {"experts": 1}
+
+
+def test_quantised_experts_are_compiled():
+    torch.manual_seed(0)
+    module = apply(experts_class()(WideConfig()).eval(), quantize=8)
+    given = routed()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(*given), module(*given))
+        change_in_place(module)
+        assert torch.equal(compiled(*given), module(*given))

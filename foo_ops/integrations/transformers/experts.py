@@ -123,10 +123,14 @@ def candidates(key: Any, numbers: tuple[float, ...]) -> Iterator[dict[str, Any]]
 # --------------------------------------------------------------------------------------- forward
 
 
+def names_of_weights(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
 def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the weights as (experts, outputs, inputs), and the biases."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, first), module.down_proj
+    first, second = names_of_weights(module)
+    up, down = getattr(module, first), getattr(module, second)
     if module.is_transposed:
         up, down = up.mT, down.mT
     if not module.has_bias:

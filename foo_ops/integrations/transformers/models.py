@@ -25,7 +25,7 @@ from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
-from foo_ops.integrations.transformers.quantized import FooJoined, FooQuantizedLinear, check_bits
+from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "mlp": (FooGatedMLP, FooPackedMLP),
     "experts": (FooExperts,),
     "linear": (FooLinear, FooConv1D),
-    "quantize": (FooQuantizedLinear,),
+    "quantize": (Quantized,),
     "fused_loss": (FooLanguageModel,),
 }
 """The classes that `replaced` counts."""

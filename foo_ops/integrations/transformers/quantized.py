@@ -1,4 +1,4 @@
-"""foo::linear_int8 and foo::linear_int4 in the linear layers of a model that decodes."""
+"""Weights of 8 and 4 bits in the linear layers and experts of a model that decodes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
 from foo_ops.compat import disable_current_modes, is_functorch_wrapped_tensor, len_dispatch_stack
+from foo_ops.integrations.transformers.experts import (
+    FooExperts,
+    gate_of,
+    is_served,
+    names_of_weights,
+    weights_of,
+)
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -25,6 +32,8 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
+from foo_ops.ops.experts.mixture import moe_experts
+from foo_ops.ops.experts.quantized import dequantized, moe_experts_quantized
 from foo_ops.ops.linear import any_requires_grad
 from foo_ops.ops.linear_quantized import grad_of_weight, quantize_weight
 
@@ -188,9 +197,6 @@ class Source:
 BITS = (8, 4)
 GROUP_SIZES = (64, 32)
 """For 4 bits, in the order in which they are tried: weights per scale and zero."""
-BUFFERS = ("foo_weight", "foo_scale", "foo_zero")
-SOURCE = "_foo_source"
-"""Attribute of a layer: the `Source` of its copy."""
 MANY_ROWS = 256
 """From this many rows on, reading all of a weight takes a few percent of its product's time."""
 
@@ -198,28 +204,107 @@ lock = threading.RLock()
 """Held while copies are renewed, so that no other thread reads a half-written one."""
 
 
-class FooQuantizedLinear(Replacement):
-    """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits.
+class Copy(NamedTuple):
+    """The names of a module's weight and of what belongs to its quantised copy.
 
-    The copy is in non-persistent buffers, which move with the module. Each call checks that the
+    Attributes:
+        weight: the parameter.
+        buffers: integers, scale and zero, which is None for 8 bits.
+        source: the attribute with the `Source`.
+    """
+
+    weight: str
+    buffers: tuple[str, str, str]
+    source: str
+
+
+OF_LAYER = Copy("weight", ("foo_weight", "foo_scale", "foo_zero"), "_foo_source")
+OF_EXPERTS = {
+    name: Copy(
+        name, (f"foo_{name}", f"foo_{name}_scale", f"foo_{name}_zero"), f"_foo_source_{name}"
+    )
+    for name in ("gate_up_proj", "up_proj", "down_proj")
+}
+
+
+class Quantized(Replacement):
+    """Base class of replacements that keep copies of weights in 8 or 4 bits.
+
+    A copy is in non-persistent buffers, which move with the module. Each call checks that the
     weight is still the one that was copied, and renews the copy otherwise. In training the weight
     itself is used.
     """
 
-    bias: Tensor | None
     training: bool
     _buffers: Any
     _parameters: Any
+
+    @classmethod
+    def copies(cls, module: nn.Module) -> tuple[Copy, ...]:
+        """Return the copies that a module has."""
+        raise NotImplementedError
+
+    @classmethod
+    def forget(cls, module: nn.Module) -> None:
+        for copy in cls.copies(module):
+            for name in copy.buffers:
+                delattr(module, name)
+            vars(module).pop(copy.source, None)
+
+    def train(self, mode: bool = True) -> Any:
+        """Check all of the weights before evaluation, also for compiled graphs."""
+        made = super().train(mode)  # type: ignore[misc]
+        if not mode:
+            self.renew(looks_at_all=True)
+        return made
+
+    def renew(self, looks_at_all: bool = False) -> None:
+        for copy in self.copies(self):  # type: ignore[arg-type]
+            renew(self, copy, looks_at_all)
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        super()._load_from_state_dict(*arguments, **keywords)  # type: ignore[misc]
+        if not self.training:
+            self.renew()
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """Keep copies that move with their weights; renew those whose weights are converted."""
+        copies = self.copies(self)  # type: ignore[arg-type]
+        numbers = [current_numbers(self, copy) for copy in copies]
+        made = super()._apply(*arguments, **keywords)  # type: ignore[misc]
+        for copy, of_weight in zip(copies, numbers):
+            take_over(self, copy, of_weight)
+        return made
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Clone the buffers, which may be parts of larger tensors (`FooJoined`)."""
+        copies = self.copies(self)  # type: ignore[arg-type]
+        names = [name for copy in copies for name in copy.buffers]
+        own = {name: it.clone() for name in names if (it := self._buffers[name]) is not None}
+        return {
+            **state,
+            "_buffers": {**state["_buffers"], **own},
+            **{copy.source: current_numbers(self, copy) for copy in copies},
+        }
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        for copy in self.copies(self):  # type: ignore[arg-type]
+            take_over(self, copy, vars(self).pop(copy.source, None))
+
+
+class FooQuantizedLinear(Quantized):
+    """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits."""
+
+    bias: Tensor | None
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         return FooLinear.recognises(module) or FooConv1D.recognises(module)
 
     @classmethod
-    def forget(cls, module: nn.Module) -> None:
-        for name in BUFFERS:
-            delattr(module, name)
-        vars(module).pop(SOURCE, None)
+    def copies(cls, module: nn.Module) -> tuple[Copy, ...]:
+        return (OF_LAYER,)
 
     def forward(self, input: Tensor) -> Any:
         own = self._parameters
@@ -228,42 +313,10 @@ class FooQuantizedLinear(Replacement):
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if self.training or not is_multiplied(input, weight, bias):
             return super().forward(input)  # type: ignore[misc]
-        output = quantized_product(input, *current_copy(self, weight, input), bias)
+        output = quantized_product(input, *copy_of_layer(self, weight, input), bias)
         if any_requires_grad(weight):
             output = output + WeightGradient.apply(output, input, turned(self, weight))
         return output
-
-    def train(self, mode: bool = True) -> Any:
-        """Check all of the weight before evaluation, also for compiled graphs."""
-        made = super().train(mode)  # type: ignore[misc]
-        if not mode:
-            renew(self, looks_at_all=True)
-        return made
-
-    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
-        super()._load_from_state_dict(*arguments, **keywords)  # type: ignore[misc]
-        if not self.training:
-            renew(self)
-
-    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        """Keep a copy that moves with its weight; renew it if the weight is converted."""
-        numbers = current_numbers(self)
-        made = super()._apply(*arguments, **keywords)  # type: ignore[misc]
-        take_over(self, numbers)
-        return made
-
-    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Clone the buffers, which may be parts of larger tensors (`FooJoined`)."""
-        own = {name: it.clone() for name in BUFFERS if (it := self._buffers[name]) is not None}
-        return {
-            **state,
-            "_buffers": {**state["_buffers"], **own},
-            SOURCE: current_numbers(self),
-        }
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        take_over(self, vars(self).pop(SOURCE, None))
 
 
 def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
@@ -286,6 +339,75 @@ def quantized_product(
     return torch.ops.foo.linear_int4.default(
         input, weight, scale, zero, bias, group_size=group_size
     )
+
+
+class FooQuantizedExperts(Quantized, FooExperts):
+    """Replaces experts, and keeps copies of their weights in 8 or 4 bits."""
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        return (
+            FooExperts.recognises(module)
+            and not module.has_post_expert_norm
+            and gate_of(module) is not None
+            and all(map(can_be_copied, module._parameters.values()))
+        )
+
+    @classmethod
+    def copies(cls, module: nn.Module) -> tuple[Copy, ...]:
+        return tuple(OF_EXPERTS[name] for name in names_of_weights(module))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        arguments = hidden_states, top_k_index, top_k_weights
+        up, down, *biases = weights_of(self)
+        is_ours = is_served(hidden_states, top_k_weights, up, down, *biases)
+        if self.training or not is_ours or not are_unwrapped(up, down):
+            return super().forward(*arguments)
+        # Each expert multiplies this many rows, on average.
+        looks_at_all = top_k_index.numel() >= MANY_ROWS * up.shape[0]
+        copies = [
+            current_copy(self, copy, self._parameters[copy.weight], looks_at_all)
+            for copy in self.copies(self)  # type: ignore[arg-type]
+        ]
+        options: Any = gate_of(self)
+        if any_requires_grad(up, down):
+            dense = [
+                StraightThrough.apply(it, dequantized(*copy, it.dtype))
+                for it, copy in zip((up, down), copies)
+            ]
+            return moe_experts(*arguments, *dense, *biases, **options)
+        return moe_experts_quantized(*arguments, *copies[0], *copies[1], *biases, **options)
+
+
+def can_be_copied(weight: Tensor | None) -> bool:
+    """Whether a parameter's memory has no gaps, or is small as a bias is."""
+    return weight is None or weight.dim() < 3 or weight.is_contiguous()
+
+
+def are_unwrapped(*weights: Tensor) -> bool:
+    """Whether copies may stand for weights: see `is_multiplied`."""
+    return torch.compiler.is_compiling() or not any(map(is_functorch_wrapped_tensor, weights))
+
+
+QUANTIZED: tuple[type[Quantized], ...] = (FooQuantizedLinear, FooQuantizedExperts)
+
+
+class StraightThrough(torch.autograd.Function):
+    """The numbers of a copy, with the gradient of the weight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, numbers: Tensor) -> Tensor:
+        return numbers.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
 
 
 class WeightGradient(torch.autograd.Function):
@@ -316,53 +438,69 @@ class WeightGradient(torch.autograd.Function):
 # -------------------------------------------------------------------------------------- the copy
 
 
-def turned(layer: Any, weight: Tensor) -> Tensor:
-    """Return a layer's weight as (outputs, inputs)."""
-    return weight.t() if isinstance(layer, Conv1D) else weight
+def turned(module: Any, weight: Tensor) -> Tensor:
+    """Return a module's weight as (outputs, inputs), or (experts, outputs, inputs)."""
+    is_transposed = module.is_transposed if weight.dim() == 3 else isinstance(module, Conv1D)
+    return weight.mT if is_transposed else weight
 
 
-def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
-    """Return the copy of a layer's weight, renewed first if the weight has changed."""
-    own = layer._buffers
+def as_matrix(weight: Tensor) -> Tensor:
+    """Return the matrix of all experts' weights, as it lies in memory."""
+    if weight.dim() == 2:
+        return weight
+    return (weight if weight.is_contiguous() else weight.mT).flatten(0, 1)
+
+
+def copy_of_layer(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
+    """Return the current copy of a linear layer's weight, for its input."""
+    width = weight.shape[0] if isinstance(layer, Conv1D) else weight.shape[1]
+    return current_copy(layer, OF_LAYER, weight, input.numel() >= MANY_ROWS * width)
+
+
+def current_copy(
+    module: Any, copy: Copy, weight: Tensor, looks_at_all: bool
+) -> tuple[Any, Any, Any]:
+    """Return the copy of a module's weight, renewed first if the weight has changed."""
+    own = module._buffers
+    integers, scale, zero = copy.buffers
     if torch.compiler.is_compiling():
-        scale = current_scale(layer, weight)
-        return own["foo_weight"], scale, own["foo_zero"]
-    weight = turned(layer, weight)
-    looks_at_all = input.numel() >= MANY_ROWS * weight.shape[1]
-    source = vars(layer).get(SOURCE)
+        return own[integers], current_scale(module, copy, turned(module, weight)), own[zero]
+    weight = turned(module, weight)
+    source = vars(module).get(copy.source)
     if len_dispatch_stack():
         with disable_current_modes():
-            renew(layer, looks_at_all)
-    elif looks_at_all or source is None or not source.holds(weight):
-        renew(layer, looks_at_all)
-    return own["foo_weight"], own["foo_scale"], own["foo_zero"]
+            renew(module, copy, looks_at_all)
+    elif looks_at_all or source is None or not source.holds(as_matrix(weight)):
+        renew(module, copy, looks_at_all)
+    return own[integers], own[scale], own[zero]
 
 
-def renew(layer: Any, looks_at_all: bool = False) -> None:
-    """Renew a layer's copy if its weight is no longer the one that was copied."""
-    weight = layer._parameters.get("weight")
+def renew(module: Any, copy: Copy, looks_at_all: bool = False) -> None:
+    """Renew a copy if the module's weight is no longer the one that was copied."""
+    weight = module._parameters.get(copy.weight)
     if not has_numbers(weight):
         return
-    weight = turned(layer, weight)
+    weight = turned(module, weight)
     with lock:
-        source = vars(layer).get(SOURCE)
+        source = vars(module).get(copy.source)
         holds = source is not None and (source.holds_all if looks_at_all else source.holds)
-        if not holds or not holds(weight):
-            _, scale, zero = (layer._buffers[name] for name in BUFFERS)
-            group_size = None if zero is None else weight.shape[1] // scale.shape[1]
-            make_copy(layer, weight, group_size)
+        if not holds or not holds(as_matrix(weight)):
+            _, scale, zero = (module._buffers[name] for name in copy.buffers)
+            group_size = None if zero is None else weight.shape[-1] // scale.shape[-1]
+            make_copy(module, copy, weight, group_size)
 
 
-def make_copy(layer: Any, weight: Tensor, group_size: int | None) -> None:
-    """Quantise a weight, (outputs, inputs), into a layer's buffers, and note it."""
+def make_copy(module: Any, copy: Copy, weight: Tensor, group_size: int | None) -> None:
+    """Quantise a weight, as `turned` returns it, into a module's buffers, and note it."""
     # Noted first, so that writes in the meantime are noticed.
-    source = Source.of(weight) if has_numbers(weight) else None
+    source = Source.of(as_matrix(weight)) if has_numbers(weight) else None
     bits = 8 if group_size is None else 4
     with torch.inference_mode(False), torch.no_grad():
-        tensors = (*quantize_weight(weight, bits, group_size), None)
-        for name, tensor in zip(BUFFERS, tensors):
-            write_buffer(layer, name, tensor)
-    vars(layer)[SOURCE] = source
+        tensors: Any = quantize_weight(weight.flatten(0, -2), bits, group_size)
+        tensors = [it.unflatten(0, weight.shape[:-1]) for it in tensors]
+        for name, tensor in zip(copy.buffers, (*tensors, None)):
+            write_buffer(module, name, tensor)
+    vars(module)[copy.source] = source
 
 
 # A compiled graph reads tensors only, so there an operator checks the weight. The copy is a memo of
@@ -381,12 +519,13 @@ def renewed_scale(
 ) -> Tensor:
     with lock:
         now = note_of(weight)
-        if not torch.equal(now, note) or not torch.equal(sample_of(weight), sample):
-            bits, size = (8, None) if zero is None else (4, weight.shape[1] // scale.shape[1])
-            tensors = quantize_weight(weight, bits, size)
+        matrix = as_matrix(weight)
+        if not torch.equal(now, note) or not torch.equal(sample_of(matrix), sample):
+            bits, size = (8, None) if zero is None else (4, weight.shape[-1] // scale.shape[-1])
+            tensors = quantize_weight(weight.flatten(0, -2), bits, size)
             for held, tensor in zip((copy, scale, zero), tensors):
-                held.copy_(tensor)  # type: ignore[union-attr]
-            sample.copy_(sample_of(weight))
+                held.copy_(tensor.view(held.shape))  # type: ignore[union-attr]
+            sample.copy_(sample_of(matrix))
             note.copy_(now)
     return scale.clone()
 
@@ -396,14 +535,14 @@ def fake_scale(scale: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(scale)
 
 
-def current_scale(layer: Any, weight: Tensor) -> Tensor:
-    scale, source = layer._buffers["foo_scale"], getattr(layer, SOURCE)
+def current_scale(module: Any, copy: Copy, weight: Tensor) -> Tensor:
+    integers, scale, zero = (module._buffers[name] for name in copy.buffers)
+    source = getattr(module, copy.source)
     # An exported program keeps the copies as they were.
     if source is None or torch.compiler.is_exporting():
         return scale
-    own, weight = layer._buffers, turned(layer, weight.detach())
     return torch.ops.foo_transformers.current_scale(
-        scale, own["foo_weight"], own["foo_zero"], weight, source.numbers.sample, source.note
+        scale, integers, zero, weight.detach(), source.numbers.sample, source.note
     )
 
 
@@ -418,26 +557,28 @@ def write_buffer(layer: Any, name: str, tensor: Tensor | None) -> None:
     layer.register_buffer(name, tensor, persistent=False)
 
 
-def current_numbers(layer: Any) -> Numbers | None:
-    """Return the fingerprint of a layer's weight, if its copy is current."""
-    weight, source = layer._parameters.get("weight"), vars(layer).get(SOURCE)
-    if source is None or not has_numbers(weight) or not source.holds(turned(layer, weight)):
+def current_numbers(module: Any, copy: Copy) -> Numbers | None:
+    """Return the fingerprint of a module's weight, if its copy is current."""
+    weight, source = module._parameters.get(copy.weight), vars(module).get(copy.source)
+    if source is None or not has_numbers(weight):
+        return None
+    if not source.holds(as_matrix(turned(module, weight))):
         return None
     numbers: Numbers | None = source.numbers
     return numbers
 
 
-def take_over(layer: Any, numbers: Numbers | None) -> None:
-    """Note the weight of a layer that was copied or moved; its copy is current if numbers match."""
-    weight = layer._parameters.get("weight")
-    vars(layer)[SOURCE] = None
+def take_over(module: Any, copy: Copy, numbers: Numbers | None) -> None:
+    """Note a weight that was copied or moved; its copy is current if numbers match."""
+    weight = module._parameters.get(copy.weight)
+    vars(module)[copy.source] = None
     if not has_numbers(weight):
         return
-    weight = turned(layer, weight)
+    weight = as_matrix(turned(module, weight))
     if numbers is not None and numbers.may_be_of(weight):
-        vars(layer)[SOURCE] = Source(weight, numbers.to(weight.device))
+        vars(module)[copy.source] = Source(weight, numbers.to(weight.device))
     else:
-        vars(layer)[SOURCE] = Source(weight, Numbers.of(weight), is_current=False)
+        vars(module)[copy.source] = Source(weight, Numbers.of(weight), is_current=False)
 
 
 def check_bits(bits: int | None) -> None:
@@ -446,21 +587,27 @@ def check_bits(bits: int | None) -> None:
 
 
 def quantize(module: nn.Module, bits: int) -> None:
-    """Quantise the weight of a linear layer, also after an earlier `apply`.
+    """Quantise the weights of a linear layer or of experts, also after an earlier `apply`.
 
-    With 4 bits, a layer whose width is no multiple of a group size stays as it is.
+    With 4 bits, those whose width is no multiple of a group size stay as they are.
     """
-    if is_replaced(module) and isinstance(module, (FooLinear, FooConv1D, FooQuantizedLinear)):
+    if is_replaced(module) and isinstance(module, (FooLinear, FooConv1D, FooExperts, Quantized)):
         put_back(module)
-    if not FooQuantizedLinear.recognises(module):
+    kind = next((it for it in QUANTIZED if it.recognises(module)), None)
+    if kind is None:
         return
-    weight, group_size = turned(module, module.weight), None  # type: ignore[arg-type]
-    if bits == 4:
-        group_size = next((it for it in GROUP_SIZES if weight.shape[1] % it == 0), None)
-        if group_size is None:
-            return
-    make_copy(module, weight, group_size)
-    replace(module, FooQuantizedLinear)
+    copies = kind.copies(module)
+    weights = [turned(module, module._parameters[it.weight]) for it in copies]  # type: ignore[arg-type]
+    sizes = [group_size_of(weight) if bits == 4 else None for weight in weights]
+    if bits == 4 and None in sizes:
+        return
+    for copy, weight, group_size in zip(copies, weights, sizes):
+        make_copy(module, copy, weight, group_size)
+    replace(module, kind)
+
+
+def group_size_of(weight: Tensor) -> int | None:
+    return next((it for it in GROUP_SIZES if weight.shape[-1] % it == 0), None)
 
 
 # ----------------------------------------------------------------------- layers with the same input
@@ -476,7 +623,7 @@ class Joined(NamedTuple):
     """Common tensors of several layers, whose buffers are parts of them.
 
     Attributes:
-        parts: the buffers of each layer, in the order of `BUFFERS`.
+        parts: the buffers of each layer, in the order of `OF_LAYER.buffers`.
         tensors: the rows of all layers, in order.
         rows: how many rows each layer has.
     """
@@ -535,18 +682,18 @@ class FooJoined(Replacement):
 def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
     if not all(isinstance(layer, FooQuantizedLinear) for layer in layers):
         return None
-    buffers = [[layer._buffers[name] for name in BUFFERS] for layer in layers]
+    buffers = [[layer._buffers[name] for name in OF_LAYER.buffers] for layer in layers]
     layouts = {tuple(layout_of(it) for it in parts) for parts in buffers}
     if len(layouts) > 1:
         return None
     rows = [len(weight) for weight, _, _ in buffers]  # type: ignore[arg-type]
     with torch.inference_mode(False), torch.no_grad():
         tensors: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)]
-    for name, tensor in zip(BUFFERS, tensors):
+    for name, tensor in zip(OF_LAYER.buffers, tensors):
         if tensor is not None:
             for layer, part in zip(layers, tensor.split(rows)):
                 layer._buffers[name] = part.detach()
-    parts = [tuple(layer._buffers[name] for name in BUFFERS) for layer in layers]
+    parts = [tuple(layer._buffers[name] for name in OF_LAYER.buffers) for layer in layers]
     return Joined(parts, tensors, rows)
 
 
@@ -564,7 +711,7 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
         return [layer(input) for layer in layers]
     biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
     for layer in layers:
-        current_copy(layer, layer._parameters["weight"], input)
+        copy_of_layer(layer, layer._parameters["weight"], input)
     if len(biases) not in (0, len(layers)) or not joined.holds(layers):
         return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors

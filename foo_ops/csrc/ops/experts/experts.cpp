@@ -316,8 +316,8 @@ c10::SymInt steps_of(const Tensor& weight, const Tensor& scale, const OptionalTe
   return is_shared ? 2 * weight.sym_size(2) : weight.sym_size(2);
 }
 
-// Checks weights of 8 bits, with a scale for each row; of 4 bits, with scale and zero for each group
-// of steps; or of MXFP4, with an exponent for each group.
+// Checks weights of 8 bits, with a scale for each row; of 4 bits, with scale and zero for each
+// group of steps; or of MXFP4, with an exponent for each group.
 void check_integers(const char* argument, const Tensor& weight, const Tensor& scale,
                     const OptionalTensor& zero, const Tensor& hidden) {
   const bool are_mxfp4 = !zero.has_value() && QuantizedWeights::is_exponent(scale);
@@ -393,8 +393,8 @@ void check_moe_experts_quantized(const Tensor& hidden, const Tensor& expert_inde
   check_tokens(hidden, expert_index, expert_weight);
   check_integers("gate_up", gate_up, gate_up_scale, gate_up_zero, hidden);
   check_integers("down", down, down_scale, down_zero, hidden);
-  check_count(kName, "gate_up", "columns", steps_of(gate_up, gate_up_scale, gate_up_zero), hidden.sym_size(1),
-              "hidden has");
+  check_count(kName, "gate_up", "columns", steps_of(gate_up, gate_up_scale, gate_up_zero),
+              hidden.sym_size(1), "hidden has");
   check_pair(gate_up, down, steps_of(down, down_scale, down_zero), is_gated);
   check_biases(hidden, gate_up, down, gate_up_bias, down_bias);
   check_gate(kName, {activation, is_gated, false, alpha, limit, 0.0});

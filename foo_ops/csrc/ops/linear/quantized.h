@@ -1,5 +1,6 @@
 // foo::linear_int8, foo::linear_int4 and foo::linear_mxfp4: their checks, which fake kernels share,
-// and their kernels' parameters. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+// and their kernels' parameters. tests/project/test_agreement.py compares the struct with
+// foo_ops/kernels/linear.
 
 #pragma once
 
@@ -14,8 +15,8 @@
 namespace foo {
 
 // A product whose right matrix has integers: 8 bits with a scale per column, or 4 bits, two in a
-// byte, with scale and zero per group of steps; or numbers of 4 bits, whose scale is the exponent of
-// a group. Strides are in elements; a column's groups are adjacent.
+// byte, with scale and zero per group of steps; or numbers of 4 bits, whose scale is the exponent
+// of a group. Strides are in elements; a column's groups are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
