@@ -14,7 +14,8 @@ implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an 
 
     >>> restore(model).set_attn_implementation("foo")
 
-Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``.
+Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``; those of gpt-oss's
+checkpoints, which are MXFP4, stay so on CPUs.
 
 ``"foo_flex"`` is another implementation of attention, by `foo_ops.flex_attention`: there masks of
 any pattern are functions, and never in memory.
@@ -43,6 +44,7 @@ from foo_ops.integrations.transformers.attention import (
 from foo_ops.integrations.transformers.cache import in_place_cache
 from foo_ops.integrations.transformers.experts import foo_experts_forward, register_experts
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
+from foo_ops.integrations.transformers.mxfp4 import register_mxfp4
 
 __all__ = [
     "BOUNDS",
@@ -61,6 +63,7 @@ __all__ = [
     "register",
     "register_experts",
     "register_flex",
+    "register_mxfp4",
     "replaced",
     "restore",
 ]
@@ -68,3 +71,4 @@ __all__ = [
 register()
 register_experts()
 register_flex()
+register_mxfp4()

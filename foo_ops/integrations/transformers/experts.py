@@ -69,7 +69,9 @@ def _known_gate(
     key: Any, numbers: tuple[float, ...], gate: Callable[[Tensor], Tensor]
 ) -> dict[str, Any] | None:
     if (key, numbers) not in _gates:
-        _gates[key, numbers] = _recognised(key, numbers, gate)
+        # A model that is being loaded is made under torch.device("meta").
+        with torch.device("cpu"):
+            _gates[key, numbers] = _recognised(key, numbers, gate)
     return _gates[key, numbers]
 
 

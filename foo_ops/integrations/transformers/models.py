@@ -24,6 +24,7 @@ from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
+from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
@@ -113,7 +114,7 @@ def apply(
         cache: caches passed to the model are written in place (`in_place_cache`). With 8, those
             that grow have 8 bits, half the bytes of bfloat16, for decoding long texts. Attention
             that is not foo's then receives dequantized values, and is slower.
-        quantize: 8 or 4: linear layers keep a copy of their weight in 8 or 4 bits
+        quantize: 8 or 4: linear layers and experts keep a copy of their weights in 8 or 4 bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
             in training. This is for decoding, whose time is that of reading weights. The weights
             stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
@@ -268,7 +269,7 @@ def reason_of(module: nn.Module) -> str | None:
         return None if isinstance(module, FooAttention) else reason_of_attention(module)
     if "Norm" in name and isinstance(getattr(module, "weight", None), nn.Parameter):
         return None if is_replaced(module) else reason_of_norm(module)
-    if is_replaced(module):
+    if is_replaced(module) or isinstance(module, FooMxfp4Experts):
         return None
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None
