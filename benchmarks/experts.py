@@ -5,23 +5,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import foo_ops
+from benchmarks import peaks
 from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 
-SECTION = "experts"
+SECTION, FEW_TOKENS = "experts", "experts of few tokens"
 WAYS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("bfloat16", "float32")
 MOST_COPIES = 2**30
 """``batched_mm`` copies the weights of each choice: with more bytes it is left out."""
 TOKENS = (1, 8, 768)
+BITS = {"bfloat16": None, "8 bits": 8, "4 bits": 4, "MXFP4": "mxfp4"}
+"""Kinds of weights whose reading is measured."""
+BYTES = {"bfloat16": 2, "8 bits": 1, "4 bits": 0.5 + 2 * 2 / 64, "MXFP4": 0.5 + 1 / 32}
+"""Of a weight, with its share of scales and zeros; a row's scale of 8 bits is not counted."""
+READ_TARGET = 0.70
+"""Of the read bandwidth, for 1 and 8 tokens."""
+PEER = "grouped_mm"
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,10 @@ class Layer:
     def flops(self) -> int:
         passes = 3 if self.trains else 1
         return passes * 2 * self.choices() * 3 * self.width * self.intermediate
+
+    def read_bytes(self, kind: str) -> float:
+        """Count the bytes of the weights of the choices, with scales and zeros."""
+        return BYTES[kind] * self.choices() * 3 * self.width * self.intermediate
 
     def module(self) -> Any:
         from transformers import Qwen3MoeConfig
@@ -86,6 +99,19 @@ def cases(sizes: Sequence[int], threads: int) -> Iterator[Case]:
             layer.flops(),
             headline=layer.dtype == "bfloat16",
         )
+
+    for tokens in (it for it in sizes if it <= MOST_READ):
+        layer = Layer("bfloat16", tokens)
+        for kind in BITS:
+            yield Case(
+                FEW_TOKENS,
+                f"experts of {kind}, {tokens} x {layer.top_k} of {layer.experts}",
+                partial(reading, layer, kind),
+                (threads,),
+                layer.read_bytes(kind),
+                references=peaks.references(peaks.READ),
+                headline=True,
+            )
 
 
 def contenders(layer: Layer) -> Contenders:
@@ -134,16 +160,92 @@ def training(function: Callable[..., Tensor], module: Any, inputs: tuple[Tensor,
     return Local(step)
 
 
+Weights = list[Tensor | None]
+
+
+def stored(module: Any, bits: int | str | None) -> Weights:
+    """Return the weights as they are stored, with scales and zeros."""
+    weights: Weights = []
+    for weight in (module.gate_up_proj.detach(), module.down_proj.detach()):
+        if bits is None:
+            weights.append(weight)
+        elif bits == "mxfp4":
+            weights += [*foo_ops.quantize_mxfp4(weight), None]
+        else:
+            group_size = 64 if bits == 4 else None
+            parts = foo_ops.quantize_weight(weight.flatten(0, 1), int(bits), group_size)
+            weights += [it.unflatten(0, weight.shape[:2]) for it in parts]
+            weights += [None] * (bits == 8)
+    return weights
+
+
 def quantised(module: Any, inputs: tuple[Tensor, ...], bits: int) -> Local:
     """Compute with weights of few bits, whose results differ and are not compared."""
-    weights = []
-    for weight in (module.gate_up_proj, module.down_proj):
-        group_size = None if bits == 8 else 64
-        parts = zip(*(foo_ops.quantize_weight(it, bits, group_size) for it in weight.detach()))
-        weights += [torch.stack(part) for part in parts] + [None] * (bits == 8)
+    weights = stored(module, bits)
     contender = forward(
         lambda *given: foo_ops.moe_experts_quantized(*given, *weights), module, inputs
     )
     exact = forward(partial(ours, module), module, inputs)
     contender.results = exact.results  # type: ignore[method-assign]
     return contender
+
+
+# --------------------------------------------------------------------------- reading of weights
+
+MOST_READ = 8
+"""With more tokens, multiplying takes longer than reading."""
+
+
+def reading(layer: Layer, kind: str) -> Contenders:
+    """Compute a few tokens, each time with experts that are in no cache."""
+    torch.manual_seed(0)
+    module, bits = layer.module(), BITS[kind]
+    weights = stored(module, bits)
+    if bits is not None:
+        widened = dequantised(weights, getattr(torch, layer.dtype))
+        module.gate_up_proj.data, module.down_proj.data = widened
+    operator = foo_ops.moe_experts if bits is None else foo_ops.moe_experts_quantized
+
+    def peer(*given: Any) -> Tensor:
+        hidden, index, scores, module.gate_up_proj.data, module.down_proj.data = given
+        return theirs(module, PEER, hidden, index, scores)
+
+    dense: Weights = [module.gate_up_proj.data, module.down_proj.data]
+    return {
+        OURS: partial(in_turns, operator, layer, weights),
+        PEER: partial(in_turns, peer, layer, dense),
+    }
+
+
+def in_turns(function: Callable[..., Tensor], layer: Layer, weights: Weights) -> Local:
+    """Choose all experts of all copies in turns."""
+    hidden, _, scores = layer.inputs()
+    choices = torch.arange(layer.choices() * layer.experts) % layer.experts
+    indices = choices.view(-1, layer.tokens, layer.top_k)[: layer.experts]
+    size = sum(it.nbytes for it in weights if it is not None)
+    copies = -(-peaks.bytes_beyond_the_caches() // size)
+    clones = [
+        weights,
+        *([it if it is None else it.clone() for it in weights] for _ in range(copies - 1)),
+    ]
+    following = itertools.cycle(itertools.product(clones, indices))
+
+    def call() -> Tensor:
+        parts, index = next(following)
+        return function(hidden, index, scores, *parts)
+
+    return Local(call, torch.no_grad)
+
+
+def clone(weights: Weights) -> Weights:
+    return [None if it is None else it.clone() for it in weights]
+
+
+def dequantised(weights: Weights, dtype: torch.dtype) -> list[Tensor]:
+    from foo_ops.ops.experts.quantized import dequantized
+
+    up, up_scale, up_zero, down, down_scale, down_zero = cast("list[Any]", weights)
+    return [
+        dequantized(up, up_scale, up_zero, dtype),
+        dequantized(down, down_scale, down_zero, dtype),
+    ]

@@ -11,6 +11,7 @@ from rich.table import Table
 from benchmarks import (
     code_lines,
     device,
+    experts,
     flex,
     linear,
     models,
@@ -89,6 +90,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return linear_table(content, results, SECTIONS[section].unit, ("torch",))
     if section in quantized_linear.SECTIONS:
         return linear_table(content, results, SECTIONS[section].unit, quantized_linear.PEERS)
+    if section == experts.FEW_TOKENS:
+        return linear_table(content, results, SECTIONS[section].unit, (experts.PEER,))
     if section == flex.SECTION:
         return peer_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:

@@ -34,6 +34,9 @@ SECTIONS = {
     "experts": Section(
         "Experts of a mixture, tokens x choices, GFLOP/s (more is better)", "GFLOP/s"
     ),
+    "experts of few tokens": Section(
+        "Experts of few tokens, GB/s of the weights of their experts (more is better)", "GB/s"
+    ),
     "linear_cross_entropy": Section(
         "The loss of a linear layer with its gradients, milliseconds (less is better)", "ms"
     ),

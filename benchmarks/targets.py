@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import device, linear, models, quantized_linear
+from benchmarks import device, experts, linear, models, quantized_linear
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import FMA, MATRIX, READ
 
@@ -181,6 +181,8 @@ def verdict(result: Result, one_thread: Result | None) -> str:
 
 def linear_target(result: Result) -> float:
     """Return the target of a row of linear layers, as a fraction of the peak."""
+    if result.section == experts.FEW_TOKENS:
+        return experts.READ_TARGET
     is_quantized = result.section in quantized_linear.SECTIONS
     return quantized_linear.target(result.name) if is_quantized else linear.target(result.name)
 

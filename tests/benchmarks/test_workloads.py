@@ -356,6 +356,20 @@ def test_experts_of_all_ways_agree(trains):
             torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", experts.BITS)
+def test_experts_that_are_read_agree(kind, monkeypatch):
+    monkeypatch.setattr(experts.peaks, "bytes_beyond_the_caches", lambda: 2**20)
+    layer = experts.Layer("float32", 2, experts=4, top_k=2, width=64, intermediate=64)
+    contenders = experts.reading(layer, kind)
+    results = []
+    for make in contenders.values():
+        torch.manual_seed(0)
+        contender = make()
+        results.append([contender.results()[0] for _ in range(9)])
+    for result, exact in zip(*results, strict=True):
+        torch.testing.assert_close(result, exact, rtol=2e-3, atol=2e-3)
+
+
 def test_experts_that_copy_too_much_are_left_out(monkeypatch):
     layer = experts.Layer("float32", 5, experts=4, top_k=2, width=64, intermediate=64)
     monkeypatch.setattr(experts, "MOST_COPIES", experts.copied_bytes(layer) - 1)
