@@ -5,6 +5,8 @@ import gc
 import importlib
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,12 @@ def test_every_public_function_has_an_example(module):
 def has_example(function):
     (found,) = doctest.DocTestFinder(exclude_empty=False).find(function)
     return len(found.examples) > 0
+
+
+@pytest.mark.parametrize("name", foo_ops.__all__)
+def test_reference_has_every_operator(name):
+    page = (Path(__file__).parents[2] / "docs/api/operators.md").read_text()
+    assert re.search(rf"^::: \S+\.{name}$", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", language.__all__)
