@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers import apply, replaced, restore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = ["llama: plain", "GPT2", "gpt_oss: sinks, windows in every second layer"]
+NAMES = ["llama", "GPT2", "gpt_oss: sinks, windows in every second layer"]
 LLAMA = NAMES[0]
 
 
