@@ -285,8 +285,8 @@ def option_workloads(sizes: Sizes) -> Iterator[Workload]:
     for options in OPTIONS:
         for direction in DIRECTIONS:
             for dtype in FEW_DTYPES:
-                plain = Workload(direction, dtype, False, length, length, HEADLINE_HEAD_DIM)
-                yield replace(plain, **options)
+                dense = Workload(direction, dtype, False, length, length, HEADLINE_HEAD_DIM)
+                yield replace(dense, **options)
 
 
 def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
@@ -304,7 +304,7 @@ def attention_case(workload: Workload, threads: tuple[int, ...]) -> Case:
         references[FLOAT32] = float32_rate(workload)
     parts = [workload.dtype, workload.mask, heads(workload), f"S {workload.query_length}"]
     section = f"attention {workload.direction}"
-    if not workload.is_plain:
+    if not workload.has_no_options:
         parts = [workload.option, workload.direction, *parts]
         section = "attention options"
     return Case(
@@ -325,7 +325,7 @@ def heads(workload: Workload) -> str:
 
 
 def is_headline(workload: Workload) -> bool:
-    if not workload.is_plain:
+    if not workload.has_no_options:
         return workload.dtype == "bfloat16"
     if workload.query_heads == 32:
         return True

@@ -56,7 +56,7 @@ def is_square(workload: Workload | None, head_dim: int) -> bool:
     """Return whether the workload's rows have all dtypes, directions, masks and lengths."""
     return (
         workload is not None
-        and workload.is_plain
+        and workload.has_no_options
         and workload.query_heads == workload.key_heads == 8
         and workload.head_dim == head_dim
     )

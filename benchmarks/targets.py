@@ -84,7 +84,7 @@ def requirements(result: Result, one_thread: Result | None) -> list[Requirement]
             found.append(Requirement(READ, READ_FRACTION, fractions(result, READ)))
         return found
     if result.threads == 1:
-        if workload.is_plain:
+        if workload.has_no_options:
             found += one_thread_requirements(result)
     elif one_thread is not None:
         scaling = ratios(result.rates(OURS), one_thread.rates(OURS))

@@ -48,7 +48,7 @@ class Workload:
     is_packed: bool = False
 
     @property
-    def is_plain(self) -> bool:
+    def has_no_options(self) -> bool:
         """Return whether there are no options beside dense or causal."""
         return not (
             self.value_dim or self.has_bias or self.dropout_p or self.window or self.is_packed

@@ -37,23 +37,23 @@ PROGRAM = Maker("foo_ops.kernels.attention.programs", "make_program_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.backward", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.forward", "make_dropout_mask_kernel")
 
-# A `.plain` kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
-# dropout. It compiles in half the time.
-_PLAIN = {"has_options": False}
+# A `.without_options` kernel has none of the options that most calls do without: bias, soft cap,
+# ALiBi and dropout. It compiles in half the time.
+_WITHOUT_OPTIONS = {"has_options": False}
 _PROGRAMS = {"has_options": False, "has_programs": True}
 # Epilogues: functions applied to the sums of linear layers.
 _FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
 _ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),
-    OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
+    OwnKernel("attention_forward.without_options", FORWARD, _WITHOUT_OPTIONS),
     OwnKernel("attention_forward.programs", FORWARD, _PROGRAMS),
     OwnKernel("attention_decode", DECODE),
-    OwnKernel("attention_decode.plain", DECODE, _PLAIN),
+    OwnKernel("attention_decode.without_options", DECODE, _WITHOUT_OPTIONS),
     OwnKernel("attention_decode.int8_cache", DECODE, {"cache_dtype": "int8"}),
     OwnKernel("attention_merge", MERGE),
     OwnKernel("attention_backward", BACKWARD),
-    OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),
+    OwnKernel("attention_backward.without_options", BACKWARD, _WITHOUT_OPTIONS),
     OwnKernel("attention_backward.programs", BACKWARD, _PROGRAMS),
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
     OwnKernel("attention_dropout_mask", DROPOUT_MASK),

@@ -137,8 +137,8 @@ class _Gradients:
 
     def key(self, kept: Kept) -> str:
         """Return a key, equal for calls whose backward passes differ only in their tensors."""
-        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
-        return f"{self._number} {kept if is_plain else next(_numbers)}"
+        are_constants = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
+        return f"{self._number} {kept if are_constants else next(_numbers)}"
 
 
 class Formula(_Gradients):

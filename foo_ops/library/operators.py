@@ -430,10 +430,10 @@ def schema_type(hint: Any) -> str | None:
     """Return the schema type for an annotation, or None if there is none."""
     parts = set(typing.get_args(hint)) if _is_union(hint) else {hint}
     mark = "?" if type(None) in parts else ""
-    plain = parts - {type(None)}
-    if {int, float} <= plain <= {bool, int, float, complex}:
+    hints = parts - {type(None)}
+    if {int, float} <= hints <= {bool, int, float, complex}:
         return f"Scalar{mark}"
-    type_ = _type_of_one(plain.pop()) if len(plain) == 1 else None
+    type_ = _type_of_one(hints.pop()) if len(hints) == 1 else None
     return None if type_ is None else type_ + mark
 
 

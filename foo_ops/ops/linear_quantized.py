@@ -281,72 +281,6 @@ def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
-# --------------------------------------------------------------------------------------- autograd
-
-
-def composite_int8(
-    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Compute the same with torch's own operators, for forward mode."""
-    return F.linear(input, dequantize_weight(weight, scale), bias)
-
-
-def save_for_int8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, scale, _ = inputs
-    _, _, needs_scale, _ = ctx.needs_input_grad
-    ctx.save_for_backward(input if needs_scale else None, weight, scale)
-
-
-def backward_int8(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, scale = ctx.saved_tensors
-    needs_input, _, needs_scale, needs_bias = ctx.needs_input_grad
-    grad_input = grad_scale = grad_bias = None
-    if needs_input:
-        grad_input = linear(grad_output, dequantize_weight(weight, scale).t())
-    if needs_scale:
-        grad_scale = (grad_of_weight(grad_output, input) * weight).sum(-1).to(scale.dtype)
-    if needs_bias:
-        grad_bias = rows_of(grad_output).sum(0)
-    return grad_input, None, grad_scale, grad_bias
-
-
-def grad_of_weight(grad_output: Tensor, input: Tensor) -> Tensor:
-    """Return the gradient, (N, K), in the compute type, since its elements are summed."""
-    wide = torch.promote_types(input.dtype, torch.float32)
-    rows, columns = (rows_of(it).to(wide) for it in (grad_output, input))
-    return linear(rows.t(), columns.t())
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return a matrix of the rows of a tensor of any number of dimensions."""
-    return tensor.unsqueeze(0).flatten(0, -2)
-
-
-library.register_autograd(
-    "foo::linear_int8", backward_int8, setup_context=save_for_int8, composite=composite_int8
-)
-
-
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
-
-
-@library.register_sharding("foo::linear_int8")
-def int8_sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
-    # Sharded along k, each process would add the bias.
-    return "... k, n k, n, . -> ... n" if bias is None else "... ., n ., n, n -> ... n"
-
-
-library.register_vmap_rows("foo::linear_int8", "input")
-library.register_nested_rows("foo::linear_int8", "input")
-library.register_autocast("foo::linear_int8")
-
-
-@library.register_flops("foo::linear_int8")
-def int8_flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Count one matrix product, without scale and bias."""
-    return product_flops(input_shape, weight_shape[0])
-
-
 # --------------------------------------------------------------------------------- foo::linear_int4
 
 
@@ -425,7 +359,14 @@ def fake_int4(
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
-# --------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------- autograd, for both
+
+
+def composite_int8(
+    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute the same with torch's own operators, for forward mode."""
+    return F.linear(input, dequantize_weight(weight, scale), bias)
 
 
 def composite_int4(
@@ -441,55 +382,88 @@ def composite_int4(
     return F.linear(input, dequantize_weight(weight, scale, zero), bias)
 
 
-def save_for_int4(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
-) -> None:
-    input, weight, scale, zero, _ = inputs
-    _, _, needs_scale, needs_zero, _ = ctx.needs_input_grad
-    ctx.save_for_backward(input if needs_scale or needs_zero else None, weight, scale, zero)
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor, **keywords: Any) -> None:
+    input, weight, *scales, _ = inputs
+    _, _, *need_scales, _ = ctx.needs_input_grad
+    ctx.save_for_backward(input if any(need_scales) else None, weight, *scales)
 
 
-def backward_int4(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, scale, zero = ctx.saved_tensors
-    needs_input, _, needs_scale, needs_zero, needs_bias = ctx.needs_input_grad
-    grad_input = grad_scale = grad_zero = grad_bias = None
+def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, *scales = ctx.saved_tensors
+    needs_input, _, *need_scales, needs_bias = ctx.needs_input_grad
+    grad_input = grad_bias = None
+    grad_scales: tuple[Tensor | None, ...] = (None,) * len(scales)
     if needs_input:
-        grad_input = linear(grad_output, dequantize_weight(weight, scale, zero).t())
-    if needs_scale or needs_zero:
-        integers = unpack_integers(weight, scale.shape[1])
-        grad = grad_of_weight(grad_output, input).reshape(integers.shape)
-        steps = integers - zero.to(grad.dtype).unsqueeze(-1)
-        grad_scale = (grad * steps).sum(-1).to(scale.dtype)
-        grad_zero = -(grad * scale.unsqueeze(-1)).sum(-1).to(zero.dtype)
+        grad_input = linear(grad_output, dequantize_weight(weight, *scales).t())
+    if any(need_scales):
+        grad_scales = grads_of_scales(grad_of_weight(grad_output, input), weight, *scales)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
-    return grad_input, None, grad_scale, grad_zero, grad_bias
+    return grad_input, None, *grad_scales, grad_bias
+
+
+def grads_of_scales(
+    grad: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the gradient of scale, and that of zero if there is one.
+
+    Args:
+        grad: the gradient, (N, K), of the dequantized weight.
+    """
+    if zero is None:
+        return ((grad * weight).sum(-1).to(scale.dtype),)
+    integers = unpack_integers(weight, scale.shape[1])
+    grad = grad.reshape(integers.shape)
+    steps = integers - zero.to(grad.dtype).unsqueeze(-1)
+    grad_zero = -(grad * scale.unsqueeze(-1)).sum(-1)
+    return (grad * steps).sum(-1).to(scale.dtype), grad_zero.to(zero.dtype)
+
+
+def grad_of_weight(grad_output: Tensor, input: Tensor) -> Tensor:
+    """Return the gradient, (N, K), in the compute type, since its elements are summed."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    rows, columns = (rows_of(it).to(wide) for it in (grad_output, input))
+    return linear(rows.t(), columns.t())
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a matrix of the rows of a tensor of any number of dimensions."""
+    return tensor.unsqueeze(0).flatten(0, -2)
 
 
 library.register_autograd(
-    "foo::linear_int4", backward_int4, setup_context=save_for_int4, composite=composite_int4
+    "foo::linear_int8", backward, setup_context=setup_context, composite=composite_int8
+)
+library.register_autograd(
+    "foo::linear_int4", backward, setup_context=setup_context, composite=composite_int4
 )
 
 
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+# ------------------------------------------------------- sharding, vmap, autocast, FLOPs, for both
+
+
+@library.register_sharding("foo::linear_int8")
+def int8_sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
+    # Sharded along k, each process would add the bias.
+    return "... k, n k, n, . -> ... n" if bias is None else "... ., n ., n, n -> ... n"
 
 
 @library.register_sharding("foo::linear_int4")
 def int4_sharding(
     input: Any, weight: Any, scale: Any, zero: Any, bias: Any = None, **_: Any
 ) -> str:
-    # Sharded along k, each process would add the bias.
     if bias is None:
         return "... k, n k, n k, n k, . -> ... n"
     return "... ., n ., n ., n ., n -> ... n"
 
 
-library.register_vmap_rows("foo::linear_int4", "input")
-library.register_nested_rows("foo::linear_int4", "input")
-library.register_autocast("foo::linear_int4")
+for _name in ("foo::linear_int8", "foo::linear_int4"):
+    library.register_vmap_rows(_name, "input")
+    library.register_nested_rows(_name, "input")
+    library.register_autocast(_name)
 
 
-@library.register_flops("foo::linear_int4")
-def int4_flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
+@library.register_flops("foo::linear_int8", "foo::linear_int4")
+def flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Count one matrix product, without scale, zero and bias."""
     return product_flops(input_shape, weight_shape[0])

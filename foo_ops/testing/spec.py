@@ -55,7 +55,7 @@ T = TypeVar("T")
 MOST, MOST_BYTES = 4096, 16 << 20
 """Limits of the results kept per operator, and of their bytes. Neighbouring cases share them."""
 # Types for which equal values mean equal results.
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 class Remembered:
@@ -123,11 +123,11 @@ def _contents(given: Any) -> Hashable | None:
     if isinstance(given, (list, tuple)):
         parts = tuple(map(_contents, given))
         return None if None in parts else (type(given), *parts)
-    return _contents_of(given) if _is_plain(given) else None
+    return _contents_of(given) if _has_contents(given) else None
 
 
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, _PLAIN) or (
+def _has_contents(leaf: Any) -> bool:
+    return isinstance(leaf, _CONSTANTS) or (
         isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized
     )
 
@@ -401,10 +401,10 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     """
     if spec.draws:
         return  # `check_means` compares their means.
-    plain = sample.map(Tensor.detach)
+    detached = sample.map(Tensor.detach)
     expected, budgets = spec.remembered.result(
-        lambda: expected_outputs(spec, plain.exact(), dtype),
-        *("outputs", plain.inputs, plain.keywords, dtype),
+        lambda: expected_outputs(spec, detached.exact(), dtype),
+        *("outputs", detached.inputs, detached.keywords, dtype),
     )
     if len(outputs) != len(expected):
         raise AssertionError(
@@ -545,14 +545,14 @@ def _drawn(name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -
 
 def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
     """Assert that the mean results of an operator that draws random numbers are correct."""
-    plain = sample.map(Tensor.detach)
-    expected = plain.exact().call(spec.reference)
+    detached = sample.map(Tensor.detach)
+    expected = detached.exact().call(spec.reference)
 
     def call() -> Sequence[Tensor]:
-        outputs = plain.call(spec.function)
+        outputs = detached.call(spec.function)
         if spec.statistic is None:
             return outputs
-        return tensors_in(spec.statistic(outputs, *plain.inputs, **plain.keywords))
+        return tensors_in(spec.statistic(outputs, *detached.inputs, **detached.keywords))
 
     found = means(call, spec.draws)
     if len(found) != len(expected):

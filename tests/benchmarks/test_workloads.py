@@ -132,8 +132,8 @@ def test_every_contender_of_a_quantized_layer(group_size):
 def test_every_option(options, direction, monkeypatch):
     """Each contender does the same work as ours, or it would be missing."""
     monkeypatch.setattr(attention, "flex", left_out)
-    plain = Workload(direction, "float32", False, 256, 256, 64)
-    case = cases.attention_case(dataclasses.replace(plain, **options), (1,))
+    dense = Workload(direction, "float32", False, 256, 256, 64)
+    case = cases.attention_case(dataclasses.replace(dense, **options), (1,))
     (result,) = measure(case, TINY)
     assert result.section == "attention options"
     has_flash = "window" in options or "is_packed" in options
@@ -321,7 +321,7 @@ def test_default_cases_have_every_row_that_was_promised():
     square = {
         (w.direction, w.dtype, w.is_causal, w.query_length, w.head_dim)
         for case in found
-        if (w := case.workload) and w.is_plain and w.query_heads == w.key_heads == 8
+        if (w := case.workload) and w.has_no_options and w.query_heads == w.key_heads == 8
     }
     assert square == set(
         itertools.product(

@@ -33,7 +33,7 @@ QUICK = {
     "linear_finish": ("linear_finish.gelu", "bfloat16"),
 }
 KERNELS_OF = QUICK | {
-    "forward": ("attention_forward.plain", "bfloat16"),
+    "forward": ("attention_forward.without_options", "bfloat16"),
     "backward": ("attention_backward.programs", "float32"),
     "decode": ("attention_decode.int8_cache", "bfloat16"),
     "merge": ("attention_merge", "float32"),

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # Shapes of query, key and value, then options.
 CALLS = {
-    "plain": ((2, 3, 70, 16), (2, 3, 70, 16), (2, 3, 70, 16), {}),
+    "no options": ((2, 3, 70, 16), (2, 3, 70, 16), (2, 3, 70, 16), {}),
     "causal": ((2, 3, 9, 8), (2, 3, 12, 8), (2, 3, 12, 8), {"is_causal": True}),
     "scale": ((1, 1, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8), {"scale": -0.2}),
     "value_dim": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 24), {}),
@@ -91,7 +91,7 @@ def test_values_and_gradients(example, dtype):
 
 # Float64 inputs with 2 query heads of dimension 3 and 4 keys, then options.
 SECOND_DERIVATIVES = {
-    "plain": (2, {}),
+    "no options": (2, {}),
     "causal": (2, {"is_causal": True, "scale": 0.7}),
     "groups": (1, {"enable_gqa": True}),
     "bool_mask": (2, {"attn_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]]) > 0}),

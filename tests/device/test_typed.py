@@ -17,14 +17,14 @@ def test_each_class_of_cuda_is_there(name):
 def test_tensors(dtype):
     kind = getattr(torch.foo, f"{dtype}Tensor")
     other = torch.foo.ByteTensor if dtype == "Float" else torch.foo.FloatTensor
-    plain = getattr(torch, f"{dtype}Tensor")([1, 0, 1])
+    on_cpu = getattr(torch, f"{dtype}Tensor")([1, 0, 1])
     tensor = kind([1, 0, 1])
     assert tensor.device == torch.device("foo:0")
-    assert tensor.dtype == plain.dtype == kind.dtype
+    assert tensor.dtype == on_cpu.dtype == kind.dtype
     assert tensor.type() == f"torch.foo.{dtype}Tensor"
-    assert torch.equal(tensor.cpu(), plain)
+    assert torch.equal(tensor.cpu(), on_cpu)
     assert isinstance(tensor, kind)
-    assert not isinstance(plain, kind)
+    assert not isinstance(on_cpu, kind)
     assert not isinstance(tensor, other)
     for target in (kind, f"torch.foo.{dtype}Tensor"):
         assert torch.ones(3).type(target).type() == f"torch.foo.{dtype}Tensor"

@@ -19,13 +19,13 @@ def trained(weights=None):
 
 accelerator = Accelerator()
 assert accelerator.device.type == "foo", accelerator.device
-expected, plain_optimizer, _ = trained()
+expected, expected_optimizer, _ = trained()
 layer, optimizer, loader = accelerator.prepare(*trained())
 for batch in loader:
     assert batch.device.type == "foo"
     accelerator.backward(layer(batch).square().mean())
     expected(batch.cpu()).square().mean().backward()
-    for each in (optimizer, plain_optimizer):
+    for each in (optimizer, expected_optimizer):
         each.step()
         each.zero_grad()
 torch.testing.assert_close(layer.weight.cpu(), expected.weight)

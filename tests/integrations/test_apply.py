@@ -18,7 +18,7 @@ from foo_ops.integrations.transformers import apply, replaced, restore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LLAMA = "llama: plain"
+LLAMA = "llama"
 
 
 def logits(model):

@@ -207,7 +207,7 @@ def test_moved_copies_are_not_made_again(monkeypatch):
 
 
 def test_joined_layers_see_changes():
-    model, inputs = decoder("llama: plain", hidden_size=64, num_attention_heads=8), tokens(1, 9)
+    model, inputs = decoder("llama", hidden_size=64, num_attention_heads=8), tokens(1, 9)
     model = apply(model, quantize=8)
 
     def decode(it):

@@ -22,7 +22,7 @@ from foo_ops.integrations.transformers.quantized import JOINED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LLAMA = "llama: plain"
+LLAMA = "llama"
 NAMES = [LLAMA, "mistral: windows", "Qwen2", "Qwen3"]
 PROMPT, LENGTH = 5, 12
 

@@ -186,7 +186,7 @@ def test_models_that_keep_some_weights_in_float32(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_losses(dtype, autocast):
     """Also with head and loss as one operator, and with the user's own loss."""
-    model, inputs = decoder("llama: plain", dtype=dtype).train(), tokens(2, 14)
+    model, inputs = decoder("llama", dtype=dtype).train(), tokens(2, 14)
     twin = exact_copy(model)
     with Doubles():
         exact = twin(inputs, labels=inputs).loss.detach()
@@ -206,7 +206,7 @@ def test_losses(dtype, autocast):
 
 
 def test_logits_that_are_not_computed_have_the_dtype_of_autocast():
-    model, inputs = apply(decoder("llama: plain")).train(), tokens(2, 9)
+    model, inputs = apply(decoder("llama")).train(), tokens(2, 9)
     seen = []
     model.loss_function = lambda logits, labels, **others: seen.append(logits.dtype) or logits.sum()
     with torch.autocast("cpu", torch.bfloat16):

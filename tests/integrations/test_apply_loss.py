@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers import apply, replaced, restore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LLAMA = "llama: plain"
+LLAMA = "llama"
 ROUNDINGS = 128
 # With a soft cap of the logits, and without.
 FUSED = {"foo::linear_cross_entropy", "foo::linear_cross_entropy_training"}
@@ -110,8 +110,8 @@ def test_heads_that_do_more_give_logits(change):
     elif change == "adapter":
         model.lm_head = nn.Sequential(model.lm_head)
     else:
-        plain = model.lm_head.weight.detach()
-        model.lm_head.weight = nn.Parameter(plain.as_subclass(type("Weight", (torch.Tensor,), {})))
+        weight = model.lm_head.weight.detach()
+        model.lm_head.weight = nn.Parameter(weight.as_subclass(type("Weight", (torch.Tensor,), {})))
     output, recorder = trained(model)
     assert output.logits.shape == (2, 14, model.config.vocab_size)
     assert not recorder.names & FUSED
@@ -215,5 +215,5 @@ def test_an_error_leaves_the_head_as_it_was():
 
 
 def test_encoders_without_a_head_stay():
-    model = build(transformers.AutoModel, ENCODERS["bert: plain"])
+    model = build(transformers.AutoModel, ENCODERS["bert"])
     assert "fused_loss" not in replaced(apply(model))

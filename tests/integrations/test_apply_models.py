@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROUNDINGS = 128
 BFLOAT16_ROUNDINGS = 16
 CACHED = [
-    "llama: plain",
+    "llama",
     "mistral: windows",
     "Gemma3Text",
     "GPT2",
@@ -36,7 +36,7 @@ CACHED = [
 
 # Number of recognised norms, rotations, MLPs and linear layers in two blocks.
 COUNTS = {
-    "llama: plain": (5, 2, 2, 15),
+    "llama": (5, 2, 2, 15),
     "mistral: windows": (5, 2, 2, 15),
     "gemma2: softcap, windows in every second layer": (9, 2, 0, 15),
     "gpt_oss: sinks, windows in every second layer": (5, 2, 0, 9),
@@ -140,7 +140,7 @@ def test_training_step(name, device):
 
 
 def test_gradient_checkpointing(device):
-    model, inputs = applied(decoder("llama: plain", device)).train(), tokens(2, 14)
+    model, inputs = applied(decoder("llama", device)).train(), tokens(2, 14)
     expected = step(model, inputs)
     model.gradient_checkpointing_enable()
     result = step(model, inputs)
@@ -149,20 +149,20 @@ def test_gradient_checkpointing(device):
 
 @pytest.mark.parametrize("count", [None, 7, torch.tensor(7)])
 def test_loss_of_accumulated_steps(count, device):
-    model, inputs = decoder("llama: plain", device), tokens(2, 14)
+    model, inputs = decoder("llama", device), tokens(2, 14)
     ours, theirs = (step(it, inputs, num_items_in_batch=count) for it in (applied(model), model))
     torch.testing.assert_close(ours["loss"], theirs["loss"])
 
 
 def test_loss_with_shifted_labels():
-    model, inputs = decoder("llama: plain"), tokens(2, 14)
+    model, inputs = decoder("llama"), tokens(2, 14)
     options = {"labels": inputs, "shift_labels": inputs.roll(3, 1)}
     ours, theirs = (it(inputs, **options).loss for it in (applied(model), model))
     torch.testing.assert_close(ours, theirs)
 
 
 def test_loss_of_masked_language_models(device):
-    config = ENCODERS["bert: plain"]
+    config = ENCODERS["bert"]
     model, inputs = build(transformers.AutoModelForMaskedLM, config, device), tokens(2, 14)
     ours = applied(model)
     assert replaced(ours)["loss"] == 1
@@ -188,7 +188,7 @@ def test_cached_decoding(name, kind, device):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama: plain", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["llama", "Gemma3Text"])
 def test_generate(name, cache, options, device):
     """Tokens match the float64 model, whose best token leads by more than rounding errors."""
     model, inputs = decoder(name, device), tokens(3, 10)
@@ -201,7 +201,7 @@ def test_generate(name, cache, options, device):
     assert torch.equal(ours.cpu(), exact)
 
 
-@pytest.mark.parametrize("name", ["llama: plain", "Gemma", "GPT2", "Phi3"])
+@pytest.mark.parametrize("name", ["llama", "Gemma", "GPT2", "Phi3"])
 def test_compiled(name, fresh_compiler):
     model, inputs = decoder(name), tokens(3, 12)
     theirs, exact = run(model, "eager", inputs), run_exactly(model, inputs)
@@ -212,7 +212,7 @@ def test_compiled(name, fresh_compiler):
 
 
 def test_compiled_training_step(fresh_compiler):
-    model, inputs = decoder("llama: plain").train(), tokens(2, 12)
+    model, inputs = decoder("llama").train(), tokens(2, 12)
     expected = step(applied(model), inputs)
     compiled = torch.compile(applied(model), backend="aot_eager", fullgraph=True)
     result = step(compiled, inputs, use_cache=False)
@@ -221,7 +221,7 @@ def test_compiled_training_step(fresh_compiler):
 
 
 def test_compiled_decoding_with_a_static_cache(fresh_compiler):
-    model, inputs = decoder("llama: plain"), tokens(2, 14)
+    model, inputs = decoder("llama"), tokens(2, 14)
     exact, theirs = run_exactly(model, inputs), run(model, "eager", inputs)
     ours, cache = applied(model), StaticCache(config=model.config, max_cache_len=16)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)

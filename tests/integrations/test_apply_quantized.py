@@ -17,8 +17,8 @@ from foo_ops.integrations.transformers import apply, replaced, restore
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # With the number of their modules that have weights of few bits.
-MODELS = {"llama: plain": 15, "GPT2": 9, "gpt_oss: sinks, windows in every second layer": 11}
-LLAMA = "llama: plain"
+MODELS = {"llama": 15, "GPT2": 9, "gpt_oss: sinks, windows in every second layer": 11}
+LLAMA = "llama"
 
 
 def wide(name, device="cpu", dtype=torch.float32):

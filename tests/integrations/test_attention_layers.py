@@ -29,7 +29,7 @@ from foo_ops.integrations.transformers.attention_layers import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = 128
-LLAMA = "llama: plain"
+LLAMA = "llama"
 
 
 def applied(model):
@@ -73,7 +73,7 @@ def test_models_without_attention_have_none():
     fnet = transformers.FNetModel(transformers.FNetConfig(**sizes, intermediate_size=32))
     for model in (mamba, fnet):
         assert not {"attention", "cache"} & replaced(apply(model)).keys()
-    assert "cache" not in replaced(apply(encoder("bert: plain")))
+    assert "cache" not in replaced(apply(encoder("bert")))
 
 
 @pytest.mark.parametrize("name", [LLAMA, "gpt_oss: sinks, windows in every second layer"])

@@ -185,7 +185,7 @@ def test_all_follows_from_what_was_computed(change):
 
 
 def test_model_whose_loss_writes_in_place():
-    model, inputs = decoder("llama: plain"), tokens(2, 14)
+    model, inputs = decoder("llama"), tokens(2, 14)
 
     def loss(logits, labels, vocab_size, **others):
         logits.masked_fill_(torch.arange(vocab_size) < 50, -9.0)

@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers.cache import GrowingLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LLAMA = "llama: plain"
+LLAMA = "llama"
 
 
 def steps(cache, count, batch=2, start=0):

@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers.cache import Int8Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LLAMA = "llama: plain"
+LLAMA = "llama"
 LOGITS = 0.02
 """Relative difference of logits in norm. A key is rounded to 1/254 of its largest number."""
 

@@ -104,7 +104,7 @@ def test_no_mask_for_an_encoder_without_padding():
     assert torch.equal(mask, everything[:, None, None].expand(2, 1, 4, 9))
 
 
-@pytest.mark.parametrize("name", ["mistral: windows", "llama: plain"])
+@pytest.mark.parametrize("name", ["mistral: windows", "llama"])
 def test_kernels_get_no_mask_where_bounds_tell_all(name, attention_calls):
     """With windows, a longer prompt in a cache, and the first tokens in a static cache."""
     model, inputs = decoder(name), tokens(2, 12)
@@ -215,7 +215,7 @@ def test_unsupported_options_are_refused(option, message):
 
 
 def test_model_refuses_to_output_attentions():
-    model = decoder("llama: plain")
+    model = decoder("llama")
     with pytest.raises(NotImplementedError, match="output_attentions must be False"):
         run(model, "foo", tokens(1, 4), output_attentions=True)
 

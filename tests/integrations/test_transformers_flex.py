@@ -103,7 +103,7 @@ def test_cached_decoding(name, kind, flex_calls):
     assert_as_near([torch.cat(parts, 1)], [theirs], [exact], ROUNDINGS)
 
 
-@pytest.mark.parametrize("name", ["llama: plain", "mistral: windows"])
+@pytest.mark.parametrize("name", ["llama", "mistral: windows"])
 def test_compiled_with_the_usual_cache(name):
     torch._dynamo.reset()
     model, inputs = decoder(name), tokens(2, 12)
@@ -193,7 +193,7 @@ def test_encoder_and_decoder_with_position_bias(flex_calls):
 
 def test_packed_sequences():
     """Positions that restart tell transformers that a row holds several sequences."""
-    model, inputs = decoder("llama: plain"), tokens(1, 17)
+    model, inputs = decoder("llama"), tokens(1, 17)
     lengths = [5, 9, 3]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = run(model, "foo_flex", inputs, position_ids=positions, use_cache=False)
@@ -206,7 +206,7 @@ def test_packed_sequences():
 @pytest.mark.parametrize("kind", ["bool", "float", "BlockMask"])
 def test_mask_of_the_users_own(kind):
     """A mask of four dimensions is used as it is, and need not be causal."""
-    model, inputs = decoder("llama: plain"), tokens(2, 9)
+    model, inputs = decoder("llama"), tokens(2, 9)
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(9, dtype=torch.bool)
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)

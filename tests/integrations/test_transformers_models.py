@@ -166,7 +166,7 @@ def test_encoder_and_decoder_with_position_bias(device, attention_calls):
 
 def test_packed_sequences(device):
     """Positions that restart tell transformers that a row holds several sequences."""
-    model, inputs = decoder("llama: plain", device), tokens(1, 17)
+    model, inputs = decoder("llama", device), tokens(1, 17)
     lengths = [5, 9, 3]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = run(model, "foo", inputs, position_ids=positions, use_cache=False)
@@ -179,7 +179,7 @@ def test_packed_sequences(device):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_mask_of_the_users_own(dtype, device):
     """A mask of four dimensions is used as it is, and need not be causal."""
-    model, inputs = decoder("llama: plain", device), tokens(2, 9)
+    model, inputs = decoder("llama", device), tokens(2, 9)
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(9, dtype=torch.bool)
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)

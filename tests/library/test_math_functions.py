@@ -11,8 +11,8 @@ import torch
 
 from foo_ops import language, library
 from foo_ops.kernels.compiler import emit
-from foo_ops.kernels.compiler.plain_math import MATH
 from foo_ops.kernels.compiler.processor import vector_bits
+from foo_ops.kernels.compiler.python_math import MATH
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 # Units in the last place, as documented in docs/kit_reference.md.

@@ -136,8 +136,8 @@ def test_recorded_calls_under_autocast(dtype, device):
         y = linear(x, weight)
         found = outputs(y, weight)
         with torch.no_grad():
-            plain = outputs(y, weight)
-    for one, other in zip(found, plain):
+            unrecorded = outputs(y, weight)
+    for one, other in zip(found, unrecorded):
         assert one.dtype == dtype
         exact = other.double().cpu()
         # Recorded operators round each product once more.

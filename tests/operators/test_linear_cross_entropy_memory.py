@@ -34,7 +34,7 @@ def parameters(**given):
 for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (239, 65, 1030), (33, 256, 1)):
     hidden, weight = torch.randn(rows, depth).to(own), torch.randn(columns, depth).to(own)
     bias, target = torch.randn(columns).to(own), torch.full((rows,), columns - 1)
-    largest, total, plain, loss = torch.zeros(4, rows, dtype=sums).unbind()
+    largest, total, logit_sum, loss = torch.zeros(4, rows, dtype=sums).unbind()
     logsumexp, grad_logits = torch.full((rows,), 9, dtype=sums), torch.zeros(rows, columns).to(wide)
     apart = torch.nn.functional.pad(hidden.t(), (0, 1))[:, :rows].t()
     # Which regions are used depends on how matrices lie in memory.
@@ -45,8 +45,8 @@ for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (239, 65, 1030), (33, 2
             grad_mean_share=1.0, left=lies, left_row_stride=lies.stride(0),
             left_step_stride=lies.stride(1), right=weight, right_column_stride=depth,
             right_step_stride=1, bias=bias, bias_column_stride=1, target=target, largest=largest,
-            total=total, plain=plain, loss=loss, logsumexp=logsumexp, grad_logits=grad_logits,
-            grad_logits_row_stride=columns,
+            total=total, logit_sum=logit_sum, loss=loss, logsumexp=logsumexp,
+            grad_logits=grad_logits, grad_logits_row_stride=columns,
         )
         for lies in (hidden, apart)
     ]

@@ -23,7 +23,7 @@ from foo_ops.testing import (
 )
 from foo_ops.testing.specs.cross_entropy import gradient_budget
 
-PLAIN = torch.ops.foo.linear_cross_entropy.default
+FORWARD = torch.ops.foo.linear_cross_entropy.default
 TRAINING = torch.ops.foo.linear_cross_entropy_training.default
 BACKWARD = torch.ops.foo.linear_cross_entropy_training_backward.default
 SPEC = dataclasses.replace(
@@ -77,7 +77,7 @@ def test_an_infinite_logit(device):
     bias[270] = torch.inf
     tensors = [it.requires_grad_() for it in (hidden, weight, bias)]
     found = []
-    for operator in (TRAINING, PLAIN):
+    for operator in (TRAINING, FORWARD):
         loss = operator(*tensors[:2], target, bias)[0]
         found.append(torch.autograd.grad(loss, tensors[1:], torch.ones_like(loss)))
     for ours, expected in zip(*found):
@@ -90,7 +90,7 @@ def test_what_is_kept(dtype, device):
     """Exponentials for as many rows as hidden has columns: exp(logit - base), at most 1."""
     hidden, weight, target, bias = draw(50, 37, 700, dtype, device)
     *loss, exponentials, bases = TRAINING(hidden, weight, target, bias)
-    for found, expected in zip(loss, PLAIN(hidden, weight, target, bias)):
+    for found, expected in zip(loss, FORWARD(hidden, weight, target, bias)):
         assert found.equal(expected)
     assert exponentials.shape == (37, 700)
     assert bases.shape == (3, 37)
@@ -174,7 +174,7 @@ def test_each_element_of_a_map_has_gradients_of_its_own(device):
             torch.testing.assert_close(ours[index], other)
     weights = torch.stack([weight, 2 * weight])
     found = torch.vmap(lambda it: TRAINING(hidden, it, target)[0])(weights)
-    torch.testing.assert_close(found[1], PLAIN(hidden, 2 * weight, target)[0])
+    torch.testing.assert_close(found[1], FORWARD(hidden, 2 * weight, target)[0])
 
 
 def test_autocast(device):

@@ -20,9 +20,9 @@ def with_unit_value(sample):
     return dataclasses.replace(sample, inputs=(query, key, unit, *others))
 
 
-def assert_zero_only_where_masked(plain, exact):
+def assert_zero_only_where_masked(undropped, exact):
     """Check the weights without dropout: a zero with dropout then means a dropped weight."""
-    assert torch.equal(plain.cpu() == 0, exact == 0)
+    assert torch.equal(undropped.cpu() == 0, exact == 0)
 
 
 def with_dropout(sample, dropout_p):

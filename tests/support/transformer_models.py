@@ -28,7 +28,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 # Each model asks for its mask in a different way.
 DECODERS = {
-    "llama: plain": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "mistral: windows": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
     "gemma2: softcap, windows in every second layer": lambda: transformers.Gemma2Config(
         **GROUPED, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
@@ -49,7 +49,7 @@ DECODERS = {
     ),
 }
 ENCODERS = {
-    "bert: plain": lambda: transformers.BertConfig(**SIZES, hidden_act="gelu"),
+    "bert": lambda: transformers.BertConfig(**SIZES, hidden_act="gelu"),
     "modernbert: windows on both sides": lambda: transformers.ModernBertConfig(
         **SIZES,
         local_attention=WINDOW,

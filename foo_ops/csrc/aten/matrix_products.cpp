@@ -113,8 +113,8 @@ bool is_bias(const Operands& operands) {
 }
 
 bool is_rounded_once(const Operands& operands) {
-  const bool is_plain = !is_added(operands) && is_one(operands.alpha);
-  return is_plain || (is_added(operands) && is_bias(operands));
+  const bool is_only_product = !is_added(operands) && is_one(operands.alpha);
+  return is_only_product || (is_added(operands) && is_bias(operands));
 }
 
 // Leaves invalid arguments to torch's own kernel, which has the error messages. Likewise half

@@ -134,7 +134,7 @@ void to_foo(torch::jit::Stack& stack, size_t first, c10::Device device) {
 
 // Whether a tensor has no wrapper: wrappers, such as fake tensors, and modes must see the operators
 // that the composite consists of.
-bool is_plain(const Tensor& tensor) {
+bool has_no_wrapper(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
@@ -238,7 +238,7 @@ std::optional<c10::Device> common_device(const c10::OperatorHandle& op,
     if (op.schema().arguments()[position].name() == "batch_sizes") continue;
     for_each_tensor(arguments[position], [&](const Tensor& tensor) {
       if (!device) device = tensor.device();
-      is_common = is_common && is_plain(tensor) && tensor.device() == *device;
+      is_common = is_common && has_no_wrapper(tensor) && tensor.device() == *device;
     });
   }
   return is_common && device && device->type() == device::kFoo ? device : std::nullopt;

@@ -19,20 +19,20 @@ struct Layout;
 // struct's.
 template <class Type>
 std::string type_name() {
-  using Plain = std::remove_const_t<Type>;
-  if constexpr (std::is_pointer_v<Plain>) {
-    return type_name<std::remove_pointer_t<Plain>>() + "*";
-  } else if constexpr (std::is_array_v<Plain>) {
-    return type_name<std::remove_extent_t<Plain>>() + "[" + std::to_string(std::extent_v<Plain>) +
-           "]";
-  } else if constexpr (std::is_void_v<Plain>) {
+  using Unqualified = std::remove_const_t<Type>;
+  if constexpr (std::is_pointer_v<Unqualified>) {
+    return type_name<std::remove_pointer_t<Unqualified>>() + "*";
+  } else if constexpr (std::is_array_v<Unqualified>) {
+    return type_name<std::remove_extent_t<Unqualified>>() + "[" +
+           std::to_string(std::extent_v<Unqualified>) + "]";
+  } else if constexpr (std::is_void_v<Unqualified>) {
     return "void";
-  } else if constexpr (std::is_integral_v<Plain>) {
-    return "int" + std::to_string(8 * sizeof(Plain));
-  } else if constexpr (std::is_floating_point_v<Plain>) {
-    return "float" + std::to_string(8 * sizeof(Plain));
+  } else if constexpr (std::is_integral_v<Unqualified>) {
+    return "int" + std::to_string(8 * sizeof(Unqualified));
+  } else if constexpr (std::is_floating_point_v<Unqualified>) {
+    return "float" + std::to_string(8 * sizeof(Unqualified));
   } else {
-    return Layout<Plain>::name;
+    return Layout<Unqualified>::name;
   }
 }
 

@@ -1,10 +1,10 @@
-// Registers kernels for operators by name: any kernel, or one that passes calls on with other
-// arguments.
+// Finds operators by their names: to register kernels for them, and to call them.
 
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/util/Exception.h>
 
 #include <string>
@@ -61,5 +61,21 @@ Registrations resolve_math_bits(const std::string& operator_name);
 // compiled programs pass floating-point numbers as tensors.
 c10::RegistrationHandleRAII register_tensor_numbers(const std::string& operator_name,
                                                     c10::DispatchKey key, const std::string& of);
+
+// A call with arguments that are known by their names. All others have their defaults, so that
+// callers need not know them.
+class NamedCall {
+ public:
+  NamedCall(const std::string& operator_name, const std::vector<std::string>& arguments);
+
+  // Calls the operator and returns its results. The values are those of the named arguments, in
+  // their order.
+  torch::jit::Stack operator()(std::vector<c10::IValue> values) const;
+
+ private:
+  c10::OperatorHandle operator_;
+  torch::jit::Stack defaults_;
+  std::vector<int64_t> places_;
+};
 
 }  // namespace foo

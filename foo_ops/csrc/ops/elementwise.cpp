@@ -91,7 +91,7 @@ void run_iterator(Operands& operands, Kernel& kernel, const Signature& signature
 
 // Whether the fast path applies: contiguous inputs of one shape, in the dtypes that the kernel
 // reads, and new results. TensorIterator would take half a microsecond to find that out.
-bool is_plain(const Operands& operands) {
+bool can_run_contiguous(const Operands& operands) {
   if (operands.outputs_are_given()) return false;
   const at::Tensor& first = operands.inputs.front();
   for (size_t i = 0; i < operands.inputs.size(); ++i) {
@@ -111,7 +111,7 @@ at::Tensor allocate(const at::Tensor& like, at::ScalarType dtype) {
                                      : at::empty(like.sizes(), options));
 }
 
-void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {
+void run_contiguous(Operands& operands, Kernel& kernel, const Signature& signature) {
   c10::SmallVector<char*, 8> data;
   // Strides of the inner loop, and of the outer one, which has a single step.
   c10::SmallVector<int64_t, 16> strides;
@@ -137,8 +137,8 @@ void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {
 }
 
 void run(Operands& operands, Kernel& kernel, const Signature& signature) {
-  if (is_plain(operands)) {
-    run_plain(operands, kernel, signature);
+  if (can_run_contiguous(operands)) {
+    run_contiguous(operands, kernel, signature);
   } else {
     run_iterator(operands, kernel, signature);
   }

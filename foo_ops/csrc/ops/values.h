@@ -56,7 +56,7 @@ struct Common {
 };
 
 // Whether a kernel reads an argument as it is, and every value is valid.
-inline bool is_plain_number(const Parameter& parameter) {
+inline bool is_passed_as_is(const Parameter& parameter) {
   using Kind = Parameter::Kind;
   return parameter.kind == Kind::kFloat || parameter.kind == Kind::kInt ||
          parameter.kind == Kind::kBool;
@@ -73,7 +73,7 @@ class Values {
   // Returns the eight bytes of an argument that is not None, or throws if its value is invalid.
   int64_t add(const std::string& name, const Parameter& parameter, const c10::IValue& argument,
               const Common& common) {
-    return is_plain_number(parameter) ? scalar_bits(argument)
+    return is_passed_as_is(parameter) ? scalar_bits(argument)
                                       : hold(name, parameter, argument, common);
   }
 

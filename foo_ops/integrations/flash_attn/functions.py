@@ -303,10 +303,12 @@ def _with_weights(output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, Te
 # fit.
 #
 # The operators that write to the cache take this copy, so that all checks come first, also in a
-# compiled graph.
+# compiled graph. Only those blocks are checked that hold keys. ``positions`` are the rows of the
+# rotary tables, or -1 without rotation; ``is_paged`` is whether errors call the blocks block_table
+# or cache_batch_idx.
 
 
-CALLER = "flash_attn_with_kvcache"
+NAME = "flash_attn_with_kvcache"
 LENGTHS_NAME = "foo::flash_attn_cache_lengths"
 library.define(
     LENGTHS_NAME,
@@ -316,71 +318,7 @@ library.define(
 )
 
 
-def checked_lengths(
-    lengths: Tensor,
-    blocks: Tensor,
-    leftpad: Tensor | None,
-    *,
-    new: int,
-    queries: int,
-    block_size: int,
-    num_blocks: int,
-    positions: int,
-    is_paged: bool,
-) -> Tensor:
-    """Return a copy of the lengths, after checking that all reads and writes are in the cache.
-
-    Args:
-        lengths: (B,) int64, how many positions of the cache each sequence fills.
-        blocks: (B, blocks) int64, the blocks of each sequence; only used ones are checked.
-        leftpad: (B,) int64, or None.
-        new, queries: how many keys are appended to each sequence, and how many queries it has.
-        block_size, num_blocks: sizes of the cache.
-        positions: rows of the rotary tables, or -1 without rotation.
-        is_paged: whether errors call the blocks block_table, else cache_batch_idx.
-    """
-    result: Tensor = torch.ops.foo.flash_attn_cache_lengths.default(
-        lengths,
-        blocks,
-        leftpad,
-        new=new,
-        queries=queries,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        positions=positions,
-        is_paged=is_paged,
-    )
-    return result
-
-
 # ----------------------------------------------------------------------------------------- kernel
-
-
-def are_inside(
-    lengths: Any,
-    blocks: Any,
-    leftpad: Any,
-    new: Any,
-    queries: Any,
-    block_size: Any,
-    num_blocks: Any,
-    positions: Any,
-) -> bool:
-    """Whether all reads and writes are inside the cache and the rotary tables."""
-    room = blocks.shape[1] * block_size - new
-    if positions >= 0:
-        room = min(room, positions - max(new, queries))
-    for batch in range(lengths.size):
-        if lengths[batch] < 0 or lengths[batch] > room:
-            return False
-        keys = lengths[batch] + new
-        if leftpad is not None and (leftpad[batch] < 0 or leftpad[batch] > keys):
-            return False
-        for column in range(blocks.shape[1]):
-            block = blocks[batch, column]
-            if column * block_size < keys and (block < 0 or block >= num_blocks):
-                return False
-    return True
 
 
 def refuse(
@@ -394,7 +332,7 @@ def refuse(
     positions: int,
     is_paged: bool,
 ) -> None:
-    """Raise the error of a call that is not `are_inside`."""
+    """Raise the error of a call for which the kernel returns False."""
     capacity, keys = blocks.shape[1] * block_size, lengths + new
     reason = f"the cache has {capacity} positions"
     _require_range("cache_seqlens", lengths, capacity - new, reason)
@@ -415,11 +353,11 @@ def _require_range(name: str, tensor: Tensor, most: int, reason: str) -> None:
     outside = tensor[(tensor < 0) | (tensor > most)]
     if outside.numel():
         raise ValueError(
-            f"{CALLER}: {name} must be in [0, {most}], since {reason}, got {int(outside[0])}"
+            f"{NAME}: {name} must be in [0, {most}], since {reason}, got {int(outside[0])}"
         )
 
 
-@library.tile_kernel(tiles=lambda lengths: lengths.size, check=are_inside, refuse=refuse)
+@library.tile_kernel(tiles=lambda lengths: lengths.size, refuse=refuse)
 def kernel(
     lengths: Any,
     blocks: Any,
@@ -432,9 +370,26 @@ def kernel(
     is_paged: Any,
     output: Any,
     tiles: Any,
-) -> None:
+) -> bool:
+    """Copy lengths; return False if a read or write would be outside the cache and the tables."""
+    room = blocks.shape[1] * block_size - new
+    if positions >= 0:
+        room = min(room, positions - max(new, queries))
     for batch in tiles:
-        output[batch] = lengths[batch]
+        length = lengths[batch]
+        if length < 0 or length > room:
+            return False
+        keys = length + new
+        if leftpad is not None:
+            pad = leftpad[batch]
+            if pad < 0 or pad > keys:
+                return False
+        for column in range(blocks.shape[1]):
+            block = blocks[batch, column]
+            if column * block_size < keys and (block < 0 or block >= num_blocks):
+                return False
+        output[batch] = length
+    return True
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -470,7 +425,6 @@ def flops(*shapes: Any, **options: Any) -> int:
 # ------------------------------------------------------------------------------------------- caches
 
 
-NAME = "flash_attn_with_kvcache"
 Tables = tuple[Tensor, Tensor]
 
 
@@ -614,8 +568,14 @@ class _Cache(NamedTuple):
         return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
 
     def checked(self, filled: Tensor, new: int, queries: int, tables: Tables | None) -> Tensor:
-        """Return a copy of the filled lengths (B,), after the checks of `checked_lengths`."""
-        return checked_lengths(
+        """Return a copy of the filled lengths (B,), if all reads and writes are in the cache.
+
+        Args:
+            filled: (B,) int64, how many positions of the cache each sequence fills.
+            new, queries: how many keys are appended to each sequence, and how many queries it has.
+            tables: the rotary tables, which must have a row for each position.
+        """
+        result: Tensor = torch.ops.foo.flash_attn_cache_lengths.default(
             filled,
             self.blocks,
             self.leftpad,
@@ -626,6 +586,7 @@ class _Cache(NamedTuple):
             positions=-1 if tables is None else tables[0].shape[0],
             is_paged=self.is_paged,
         )
+        return result
 
     def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
         torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)

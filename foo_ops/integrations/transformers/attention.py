@@ -210,8 +210,7 @@ def foo_attention_forward(
     chosen = keys_chosen(module, query, key, indices, block_indices)
     options: Mapping[str, Any]
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and leaves_masks_out(getattr(module, "config", None))
+        causal = is_causal_without_mask(module, is_causal)
         options = lower_right(query.shape[2], key.shape[2], sliding_window) if causal else {}
     else:
         options, exact = getattr(attention_mask, BOUNDS, UNBOUNDED)
@@ -306,6 +305,12 @@ def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
         raise NotImplementedError(
             f"attention of implementation {implementation!r}: {name} {requirement}, got {came}"
         )
+
+
+def is_causal_without_mask(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer that gets no mask is causal, by the argument or else its own attribute."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return bool(causal) and leaves_masks_out(getattr(module, "config", None))
 
 
 def leaves_masks_out(config: Any) -> bool:
@@ -608,8 +613,7 @@ def foo_flex_forward(
     biases = [] if position_bias is None else [position_bias]
     block_mask: BlockMask | Function | None
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and leaves_masks_out(getattr(module, "config", None))
+        causal = is_causal_without_mask(module, is_causal)
         block_mask = lower_right_mask(shape[3] - shape[2], sliding_window) if causal else None
     elif isinstance(attention_mask, FunctionMask):
         block_mask = attention_mask.mask_mod

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foo_ops.compat import pytree
 from foo_ops.integrations.transformers.replacement import (
-    PLAIN,
+    WEIGHT_TYPES,
     Replacement,
     can_multiply,
     has_hooks,
@@ -381,10 +381,11 @@ def computed(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------- layers
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_supported(module: nn.Module) -> bool:
     """Whether a layer has its class's forward and a floating-point weight of a supported type."""
     weight: Any = module.weight
-    return not has_own_forward(module) and type(weight) in PLAIN and weight.is_floating_point()
+    is_weight = type(weight) in WEIGHT_TYPES and weight.is_floating_point()
+    return is_weight and not has_own_forward(module)
 
 
 class Deferred(threading.local):
@@ -410,7 +411,7 @@ class FooLinear(Replacement):
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        return type(module).forward is nn.Linear.forward and is_plain(module)
+        return type(module).forward is nn.Linear.forward and is_supported(module)
 
     def forward(self, input: Tensor) -> Any:
         own = self._parameters
@@ -427,7 +428,7 @@ class FooLinear(Replacement):
 def is_lone(layer: Any) -> bool:
     """Whether a layer is one of ours, without hooks or parametrizations."""
     is_ours = getattr(type(layer), "forward", None) is FooLinear.forward
-    return is_ours and not has_hooks(layer) and type(layer.weight) in PLAIN
+    return is_ours and not has_hooks(layer) and type(layer.weight) in WEIGHT_TYPES
 
 
 def lone_weight(layer: Any) -> Tensor | None:
@@ -443,7 +444,7 @@ class FooConv1D(Replacement):
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        return type(module).forward is Conv1D.forward and is_plain(module)
+        return type(module).forward is Conv1D.forward and is_supported(module)
 
     def forward(self, x: Tensor) -> Any:
         # Conv1D's own forward views the input as rows, and raises if it cannot.

@@ -29,7 +29,7 @@ from foo_ops.integrations.transformers.norms import LAYERS, NORMS
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
-    PLAIN,
+    WEIGHT_TYPES,
     Replacement,
     has_own_forward,
     holds,
@@ -300,7 +300,7 @@ def asked_or(module: nn.Module, known: tuple[type[Replacement], ...], reason: st
 def reason_of_linear(module: Any) -> str:
     weight = module.weight
     reason = f"{type(module).__name__} has a forward of its own"
-    if type(weight) not in PLAIN:
+    if type(weight) not in WEIGHT_TYPES:
         reason = f"its weight is a {type(weight).__name__}"
     elif not weight.is_floating_point():
         reason = f"its weight is {weight.dtype}"

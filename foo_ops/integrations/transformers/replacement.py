@@ -128,9 +128,9 @@ def is_replaced(module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------ what fits
 
 
-PLAIN = (Tensor, nn.Parameter)
+WEIGHT_TYPES = (Tensor, nn.Parameter)
 """Types of weights that kernels accept; others, such as quantisers', bring their own products."""
-KINDS = (*PLAIN, FakeTensor, FunctionalTensor)
+KINDS = (*WEIGHT_TYPES, FakeTensor, FunctionalTensor)
 """Types of tensors that kernels accept, and those that represent them during tracing."""
 DEVICES = ("cpu", "foo", "meta")
 
@@ -138,7 +138,7 @@ DEVICES = ("cpu", "foo", "meta")
 def has_numbers(tensor: Any) -> bool:
     """Whether a tensor has values that can be read."""
     return (
-        type(tensor) in PLAIN
+        type(tensor) in WEIGHT_TYPES
         and not tensor.is_meta
         and not is_functorch_wrapped_tensor(tensor)
         and not is_fake(tensor)

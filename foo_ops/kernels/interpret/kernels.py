@@ -15,10 +15,10 @@ from numba.core import types as numba_types
 
 from foo_ops.kernels.compiler.kernel import Kernel, size_name
 from foo_ops.kernels.compiler.numba_target.constants import Text
-from foo_ops.kernels.compiler.plain_math import MATH, round_whole
+from foo_ops.kernels.compiler.python_math import MATH, round_whole
 from foo_ops.kernels.interpret.views import (
     FromEnd,
-    PlainList,
+    ReadOnlyList,
     View,
     as_compiled,
     read,
@@ -41,7 +41,7 @@ def make_elementwise_kernel(
     """Make the loop over elements around a scalar function: see elementwise.py."""
     dtype, *given = signature.split(",")
     position, input_dtype, all_outputs = variants[dtype]
-    function = _Plain().of(functions[position])
+    function = _InterpretedCopies().of(functions[position])
     arguments = elementwise.describe_arguments(kinds, given, input_dtype)
     present = elementwise.present_outputs(depends_on, arguments, len(all_outputs))
     output_dtypes = [all_outputs[output] for output in present]
@@ -84,8 +84,8 @@ def make_tile_kernel(
     """Make the call of a function of views for a range of tiles: see tile.py."""
     argument_types = tile.types_of_arguments(signature, kinds, names, contiguous_rows, scratch)
     sizes = sum(dimensions for _, dimensions in scratch)
-    plain = _Plain()
-    function, *others = map(plain.of, functions)
+    copies = _InterpretedCopies()
+    function, *others = map(copies.of, functions)
     given = dict(zip(taken, others))
 
     def argument_at(type_: Any, place: int) -> Any:
@@ -141,12 +141,12 @@ def _value(type_: Any, address: int) -> Any:
     if isinstance(type_, Numbers):
         fields = _integers(_integers(address, 1)[0], SIZE + 1)
         numbers = read(fields[DATA], type_.view.dtype, fields[SIZE])
-        return PlainList(type_.view.argument, numbers.astype(str(type_.element)))
+        return ReadOnlyList(type_.view.argument, numbers.astype(str(type_.element)))
     if isinstance(type_, Tensors):
         first, count = _integers(_integers(address, 1)[0], 2)
         size = 8 * (OUTSIDE + 1)
         views = [_view(first + size * position, type_.view) for position in range(count)]
-        return PlainList(type_.view.argument, views)
+        return ReadOnlyList(type_.view.argument, views)
     if isinstance(type_, numba_types.Complex):
         return read(_integers(address, 1)[0], "complex128").astype(str(type_))[0]
     is_float = isinstance(type_, numba_types.Float)
@@ -166,7 +166,7 @@ def _view(struct: int, type_: tile.View) -> View:
 # ----------------------------------------------------------------------------- names and constants
 
 
-class _Plain(Copies):
+class _InterpretedCopies(Copies):
     """Copies functions, unwraps Numba's ``njit``, and replaces functions of ``math``.
 
     Negative constants are marked as such: see `FromEnd`.

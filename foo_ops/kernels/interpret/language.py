@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from foo_ops.kernels.compiler.plain_math import MATH, are_constants
 from foo_ops.kernels.compiler.processor import vector_bits
+from foo_ops.kernels.compiler.python_math import MATH, are_constants
 from foo_ops.kernels.interpret.views import (
     Pointer,
     Row,

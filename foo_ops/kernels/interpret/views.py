@@ -83,8 +83,8 @@ def as_compiled(value: Any) -> Any:
     return value if type_ is None else type_(value)
 
 
-def _plain(value: Any) -> Any:
-    return type(value).plain(value) if hasattr(value, "plain") else value
+def _as_numpy(value: Any) -> Any:
+    return type(value).numpy_type(value) if hasattr(value, "numpy_type") else value
 
 
 def _in_64_bits(value: Any) -> Any:
@@ -105,8 +105,8 @@ def _type_of(*operands: Any) -> type[Any]:
 def _calculated(name: str, *operands: Any) -> Any:
     function = getattr(operator, f"__{name}__")
     if not _are_integers(*operands):
-        return function(*map(_plain, operands))
-    wide = [_in_64_bits(_plain(it)) for it in operands]
+        return function(*map(_as_numpy, operands))
+    wide = [_in_64_bits(_as_numpy(it)) for it in operands]
     type_ = _type_of(*wide[: 1 if name in _BY_THE_FIRST else 2])
     result = function(*(it.astype(type_) for it in wide))
     return as_compiled(result if name in _SHIFTS else result.astype(_type_of(*wide)))
@@ -118,8 +118,8 @@ def _calculation(name: str) -> Callable[[Any, Any], Any]:
 
 def _divided(*operands: Any) -> Any:
     if _are_integers(*operands):
-        return operator.truediv(*map(np.float64, map(_plain, operands)))
-    return operator.truediv(*map(_plain, operands))
+        return operator.truediv(*map(np.float64, map(_as_numpy, operands)))
+    return operator.truediv(*map(_as_numpy, operands))
 
 
 def _methods(name: str, calculate: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -132,10 +132,10 @@ def _methods(name: str, calculate: Callable[..., Any]) -> dict[str, Callable[...
 _ATTRIBUTES: dict[str, Any] = {
     # Makes NumPy scalars defer to our operators.
     "__array_priority__": 1.0,
-    "__neg__": lambda self: as_compiled(-_in_64_bits(_plain(self))),
-    "__pos__": lambda self: as_compiled(_in_64_bits(_plain(self))),
-    "__invert__": lambda self: as_compiled(~_plain(self)),
-    "__abs__": lambda self: as_compiled(abs(_plain(self))),
+    "__neg__": lambda self: as_compiled(-_in_64_bits(_as_numpy(self))),
+    "__pos__": lambda self: as_compiled(_in_64_bits(_as_numpy(self))),
+    "__invert__": lambda self: as_compiled(~_as_numpy(self)),
+    "__abs__": lambda self: as_compiled(abs(_as_numpy(self))),
     **_methods("truediv", _divided),
     **_methods("divmod", lambda self, other: (self // other, self % other)),
 }
@@ -143,8 +143,8 @@ for _name in (*_OPERATIONS, *_SHIFTS):
     _ATTRIBUTES |= _methods(_name, _calculation(_name))
 
 _TYPES: dict[type[Any], Any] = {
-    plain: type(plain.__name__, (plain,), {**_ATTRIBUTES, "plain": plain})
-    for plain in (np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64)
+    type_: type(type_.__name__, (type_,), {**_ATTRIBUTES, "numpy_type": type_})
+    for type_ in (np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64)
 }
 
 
@@ -435,7 +435,7 @@ def _written(indices: tuple[Any, ...]) -> str:
 # Lists for interpreted kernels: those of foo_ops/kernels/lang/arguments.py.
 
 
-class PlainList:
+class ReadOnlyList:
     """Numbers or views that are only read."""
 
     def __init__(self, name: str, items: Sequence[Any] | np.ndarray) -> None:

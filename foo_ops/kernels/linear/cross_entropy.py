@@ -56,7 +56,7 @@ def _parameters(dtype: str) -> Struct:
     fields += [("left", pointer), ("left_row_stride", number), ("left_step_stride", number)]
     fields += [("right", pointer), ("right_column_stride", number), ("right_step_stride", number)]
     fields += [("bias", pointer), ("bias_column_stride", number), ("target", Pointer("int64"))]
-    fields += [(name, sums) for name in ("largest", "total", "plain", "loss", "logsumexp")]
+    fields += [(name, sums) for name in ("largest", "total", "logit_sum", "loss", "logsumexp")]
     fields += [(name, sums) for name in ("grad_loss", "grad_logsumexp")]
     factors = Pointer(gradient_dtype(dtype))
     fields += [("grad_logits", factors), ("grad_logits_row_stride", number)]
@@ -223,16 +223,17 @@ def make_statistics_kernel(dtype: str) -> Kernel:
 
         It replaces the logits by their exponentials, and returns the maximum so far, their base.
         """
-        before, total, plain = compute(-math.inf), compute(0.0), compute(0.0)
+        before, total, logit_sum = compute(-math.inf), compute(0.0), compute(0.0)
         if seen > 0:
             before, total = load(parameters.largest, index), load(parameters.total, index)
         largest = max(before, largest_of_row(line, panel, columns))
         base = base_of(largest)
         if parameters.label_smoothing != 0.0:
             if seen > 0:
-                plain = load(parameters.plain, index) + (base_of(before) - base) * compute(seen)
-            plain += sum_of_differences(line, panel, columns, base)
-            store(parameters.plain, index, plain)
+                logit_sum = load(parameters.logit_sum, index)
+                logit_sum += (base_of(before) - base) * compute(seen)
+            logit_sum += sum_of_differences(line, panel, columns, base)
+            store(parameters.logit_sum, index, logit_sum)
         if seen > 0 and largest > before:
             total *= exp(before - largest)
         is_infinite = largest == compute(math.inf)
@@ -291,7 +292,7 @@ def make_loss_kernel(dtype: str) -> Kernel:
     @njit
     def merge(parameters, row):
         """Return maximum, sum of exponentials, and sum of differences."""
-        largest, total, plain = compute(-math.inf), compute(0.0), compute(0.0)
+        largest, total, logit_sum = compute(-math.inf), compute(0.0), compute(0.0)
         for start in range(0, parameters.columns, parameters.split_columns):
             index = start // parameters.split_columns * parameters.rows + row
             largest = max(largest, load(parameters.largest, index))
@@ -304,13 +305,14 @@ def make_loss_kernel(dtype: str) -> Kernel:
             total += share if own == largest else share * exp(own - largest)
             if parameters.label_smoothing != 0.0:
                 count = min(parameters.split_columns, parameters.columns - start)
-                plain += load(parameters.plain, index) + (base_of(own) - base) * compute(count)
-        return largest, total, plain
+                of_split = load(parameters.logit_sum, index)
+                logit_sum += of_split + (base_of(own) - base) * compute(count)
+        return largest, total, logit_sum
 
     def compute_losses(parameters, block, memory):
         smoothing = compute(parameters.label_smoothing)
         for row in range(block.row_start, block.row_stop):
-            largest, total, plain = merge(parameters, row)
+            largest, total, logit_sum = merge(parameters, row)
             rest = log(total)
             store(parameters.logsumexp, row, largest + rest)
             loss = compute(0.0)
@@ -322,7 +324,7 @@ def make_loss_kernel(dtype: str) -> Kernel:
                     rest = compute(math.nan)
                 loss = rest + (compute(1.0) - smoothing) * difference
                 if parameters.label_smoothing != 0.0:
-                    loss -= smoothing * plain / compute(parameters.columns)
+                    loss -= smoothing * logit_sum / compute(parameters.columns)
             store(parameters.loss, row, loss)
 
     layout = Scratch(compute_dtype(dtype), no_sizes, describe)

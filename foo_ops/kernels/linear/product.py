@@ -583,8 +583,8 @@ def make_block_sums(
     def may_store(product, block):
         """Whether the sums are the output: one section, whole vectors, no bias, not transposed."""
         columns = block.column_stop - block.column_start
-        is_plain = not product.has_bias and not product.is_transposed
-        return is_plain and 0 < product.depth <= SECTION and columns % MULTIPLE == 0
+        is_stored_as_is = not product.has_bias and not product.is_transposed
+        return is_stored_as_is and 0 < product.depth <= SECTION and columns % MULTIPLE == 0
 
     @njit
     def store_sums(product, block, memory):

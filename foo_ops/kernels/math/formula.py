@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 from numpy.polynomial import Chebyshev, Polynomial
 
 from foo_ops.kernels.compiler.numba_target.constants import let_fold
-from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.compiler.processor import has_table_of_registers, vector_bits
+from foo_ops.kernels.compiler.python_math import MATH, round_whole
 from foo_ops.kernels.simd.types import (
     DOUBLE,
     FLOAT,
@@ -252,9 +252,9 @@ def make_function(formula: Callable[..., Number]) -> Any:
     function.__module__, function.__qualname__ = formula.__module__, formula.__qualname__
     made = intrinsic(function)
     made.emit = emit
-    plain = MATH.get(formula.__name__, round_whole if formula.__name__ == "round" else None)
-    if plain is not None:
-        let_fold(made, plain)
+    evaluate = MATH.get(formula.__name__, round_whole if formula.__name__ == "round" else None)
+    if evaluate is not None:
+        let_fold(made, evaluate)
     return made
 
 

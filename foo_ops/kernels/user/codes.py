@@ -38,8 +38,8 @@ def code_of(kind: str, rest: Iterator[str], coded: tuple[str, ...] = ("own",)) -
         rest: the codes from this argument on.
         coded: the kinds of tensors that have codes.
     """
-    plain = kind.removesuffix("?")
-    return next(rest) if plain != kind or plain in ("text", "dtype", *coded) else GIVEN
+    base_kind = kind.removesuffix("?")
+    return next(rest) if base_kind != kind or base_kind in ("text", "dtype", *coded) else GIVEN
 
 
 def type_of_value(

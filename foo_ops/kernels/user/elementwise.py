@@ -145,15 +145,15 @@ def describe_arguments(kinds: tuple[str, ...], codes: list[str], common: str) ->
     arguments, rest = [], iter(codes)
     for kind in kinds:
         code = code_of(kind, rest)
-        plain = kind.removesuffix("?")
-        is_tensor = plain in ("own", "tensor")
+        base_kind = kind.removesuffix("?")
+        is_tensor = base_kind in ("own", "tensor")
         if code == ABSENT:
             arguments.append(Argument(types.none, 0))
         elif is_tensor:
-            dtype = code if plain == "own" else common
+            dtype = code if base_kind == "own" else common
             arguments.append(Argument(ELEMENTS[dtype].compute, inputs, dtype))
         else:
-            type_ = type_of_value(plain, code, floats, compute, is_checked)
+            type_ = type_of_value(base_kind, code, floats, compute, is_checked)
             arguments.append(Argument(type_, numbers))
         inputs += is_tensor and code != ABSENT
         numbers += not is_tensor

@@ -66,7 +66,7 @@ class Copies:
         """Return the copy of a value; of a module, copy the ``attributes`` that are used."""
         if isinstance(value, types.ModuleType):
             return self._module(value, attributes)
-        if not _is_plain(value):
+        if not _is_users_function(value):
             return self.other(value)
         if value not in self._copies:
             # Memoize before recursing: the function may call itself.
@@ -103,7 +103,7 @@ class Copies:
         return self._modules[module, attributes]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_users_function(value: Any) -> bool:
     """Whether a value is a user's function, not one that Numba knows or has made."""
     return (
         isinstance(value, types.FunctionType)
@@ -267,7 +267,8 @@ def _place_of(error: BaseException) -> tuple[str, int] | None:
     """Return file and line of a compiler error, or None if its message has none."""
     # The innermost comes first.
     for found, number in re.findall(
-        r"(?:\b(?:at|from) (?=\S)|File \")(\S[^\n]*?)(?: \(|\", line )(\d+)[):]", _plain_text(error)
+        r"(?:\b(?:at|from) (?=\S)|File \")(\S[^\n]*?)(?: \(|\", line )(\d+)[):]",
+        _without_colours(error),
     ):
         file = os.path.abspath(found)
         if not _is_the_compilers(file):
@@ -310,7 +311,7 @@ def _blamed(
 
 def _reason_of(error: BaseException) -> str:
     """Return the compiler's message in one line, without traceback, colours and advice."""
-    text = _plain_text(error)
+    text = _without_colours(error)
     # The target has no types on the heap; only the error message names them.
     if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
         return "a kernel must not allocate"
@@ -327,5 +328,5 @@ def _reason_of(error: BaseException) -> str:
     return lines[0].partition(" Raised from ")[0] if lines else type(error).__name__
 
 
-def _plain_text(error: BaseException) -> str:
+def _without_colours(error: BaseException) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", str(error))

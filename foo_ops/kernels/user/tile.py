@@ -153,20 +153,20 @@ def types_of_arguments(
     )
     scalars = ELEMENTS[first].compute if first in ELEMENTS else None
     for kind, name, code in zip(kinds, names, given):
-        plain = kind.removesuffix("?")
-        if plain == "scratch":
+        base_kind = kind.removesuffix("?")
+        if base_kind == "scratch":
             like, dimensions = next(described)
             compute = str(ELEMENTS[argument_types[like].dtype].compute)
             argument_types.append(View(compute, dimensions, True, is_checked, name))
             continue
         if code == ABSENT:
             argument_types.append(types.none)
-        elif plain == "tensor":
+        elif base_kind == "tensor":
             argument_types.append(view(code, name))
-        elif plain == "tensors":
+        elif base_kind == "tensors":
             argument_types.append(Tensors(view(code, name)))
         else:
             argument_types.append(
-                type_of_value(plain, code, types.float64, scalars, is_checked, name)
+                type_of_value(base_kind, code, types.float64, scalars, is_checked, name)
             )
     return tuple(argument_types)

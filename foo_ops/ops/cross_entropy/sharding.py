@@ -132,8 +132,8 @@ def vocabulary_forward(
 
     share = (1.0 - label_smoothing) * lifted(loss, own)
     if label_smoothing != 0.0 and classes.count > 0:
-        plain, _ = call(classes.any(target), 1.0)
-        share += label_smoothing * classes.share * lifted(plain, target != ignore_index)
+        uniform, _ = call(classes.any(target), 1.0)
+        share += label_smoothing * classes.share * lifted(uniform, target != ignore_index)
     return classes.reduce(share, "sum"), logsumexp
 
 

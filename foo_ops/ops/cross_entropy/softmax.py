@@ -170,7 +170,7 @@ def forward_kernel(
     size = logits.shape[-1]
     for row in rows:
         x = logits.row(row)
-        largest, total, plain = language.cast(-math.inf, logits), language.zero(logits), 0.0
+        largest, total, logit_sum = language.cast(-math.inf, logits), language.zero(logits), 0.0
         shift = language.zero(logits)
         for start in range(0, size, CHUNK):
             stop = min(start + CHUNK, size)
@@ -183,11 +183,11 @@ def forward_kernel(
             for i in range(start, stop):
                 chunk = language.accumulate(chunk, language.exp(x[i] - shift))
             if label_smoothing != 0.0:
-                plain += (before - shift) * start
+                logit_sum += (before - shift) * start
                 for i in range(start, stop):
                     values = language.accumulate(values, x[i] - shift)
             total = total * language.exp(largest - shift) + chunk
-            largest, plain = peak, plain + values
+            largest, logit_sum = peak, logit_sum + values
         rest = math.log(total)  # NaN beside an infinite logit, as is the loss then.
         logsumexp.flat[row] = largest if largest == math.inf else largest + rest
         label = target.flat[row]
@@ -196,7 +196,7 @@ def forward_kernel(
             # Logits are subtracted first: beside a large one the logarithm would be rounded away.
             value = rest + (1.0 - label_smoothing) * (largest - x[label])
             if label_smoothing != 0.0:
-                value -= label_smoothing * plain / size
+                value -= label_smoothing * logit_sum / size
         loss.flat[row] = value
 
 

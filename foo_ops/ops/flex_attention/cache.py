@@ -26,7 +26,7 @@ from foo_ops.ops.flex_attention.trace import Traced, record
 CAPACITY = 512
 # Functions of these modules depend only on their arguments, and on state that is in the key.
 MODULES = ("torch", "math", "operator", "builtins")
-PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 READERS = frozenset(("globals", "locals", "vars", "eval", "exec", "__import__", "open", "input"))
 
 
@@ -134,7 +134,7 @@ class _Walk:
     def value(self, value: Any) -> None:
         """Add a value to the key."""
         kind = type(value)
-        if kind in PLAIN:
+        if kind in CONSTANTS:
             # The repr tells 0.0 from -0.0, and that of a NaN is equal to itself.
             self.key.append((kind, repr(value)))
         elif kind is Tensor or kind is torch.nn.Parameter:

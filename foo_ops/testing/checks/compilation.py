@@ -324,8 +324,8 @@ def check_compiled_gradients(case: Case, samples: Sequence[Sample], functions: F
         outputs = call_all(graph, leaves)
         cotangents = [cotangents_for(results) for results in outputs]
         for sample, results, values in zip(leaves, outputs, expected):
-            plain = tuple(output.detach() for output in results)
-            check_compiled_outputs(case, sample, plain, values)
+            detached = tuple(output.detach() for output in results)
+            check_compiled_outputs(case, sample, detached, values)
             require_history(case, sample, results)
         tensors = [sample.differentiable() for sample in leaves]
         found = gradients_of(flat(outputs), flat(tensors), flat(cotangents))

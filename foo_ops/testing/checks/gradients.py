@@ -129,8 +129,8 @@ def gradient_only_where_needed(case: Case) -> None:
     for mode, results in (("no_grad", unrecorded), ("inference_mode", inference)):
         if any(output.requires_grad for output in results):
             raise AssertionError(f"an output under {mode} requires a gradient")
-        plain = tuple(output.clone() for output in results)
-        same(f"the outputs differ under {mode}", plain, outputs)
+        copies = tuple(output.clone() for output in results)
+        same(f"the outputs differ under {mode}", copies, outputs)
 
 
 def finite(outputs: Iterable[Tensor]) -> Tensors:

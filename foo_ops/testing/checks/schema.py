@@ -152,8 +152,8 @@ def out_in_layouts(case: Case) -> None:
         sample.call(case.spec.operator)
     if places != [(out.data_ptr(), out.stride()) for out in outs]:
         raise AssertionError("an out argument of the right shape and dtype was given other memory")
-    plain = Sample(sample.inputs, case.sample().keywords)
-    check_outputs(case.spec, plain, case.dtype, tuple(outs))
+    without_outs = Sample(sample.inputs, case.sample().keywords)
+    check_outputs(case.spec, without_outs, case.dtype, tuple(outs))
 
 
 # ------------------------------------------------------------ fake kernel and torch.library.opcheck

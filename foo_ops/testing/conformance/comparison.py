@@ -99,16 +99,16 @@ def to_device(value: Any) -> Any:
         return value
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
         return value.detach().to(_device, copy=True).requires_grad_(value.requires_grad)
-    plain = value.detach()
-    if plain.is_conj():
-        result = to_device(plain.conj()).conj()
-    elif plain.is_neg():
-        result = to_device(plain._neg_view())._neg_view()
+    detached = value.detach()
+    if detached.is_conj():
+        result = to_device(detached.conj()).conj()
+    elif detached.is_neg():
+        result = to_device(detached._neg_view())._neg_view()
     else:
-        storage = plain.untyped_storage()
+        storage = detached.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage).to(_device, copy=True)
         memory = memory[: len(memory) // value.itemsize * value.itemsize].view(value.dtype)
-        result = memory.as_strided(plain.size(), plain.stride(), plain.storage_offset())
+        result = memory.as_strided(detached.size(), detached.stride(), detached.storage_offset())
     return result.requires_grad_(value.requires_grad)
 
 

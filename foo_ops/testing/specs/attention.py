@@ -279,9 +279,9 @@ class Forward:
 
     @classmethod
     def of(cls, sample: Sample, dtype: torch.dtype) -> Forward:
-        plain = sample.map(Tensor.detach)
-        given = ("forward", plain.inputs, plain.keywords, dtype)
-        return _LAST_FORWARD.result(lambda: cls.computed(plain, dtype), *given)
+        detached = sample.map(Tensor.detach)
+        given = ("forward", detached.inputs, detached.keywords, dtype)
+        return _LAST_FORWARD.result(lambda: cls.computed(detached, dtype), *given)
 
     @classmethod
     def computed(cls, sample: Sample, dtype: torch.dtype) -> Forward:
@@ -437,8 +437,8 @@ HEADS = ((1, 1), (2, 1), (4, 2), (8, 1), (6, 2), (4, 4))
 
 MANY_KEYS = (1, 63, 511, 512, 513, 1025, 5000)
 
-PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
-    "plain": attention_sample(),
+BASIC_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
+    "no options": attention_sample(),
     "causal": attention_sample(queries=11, is_causal=True),
     "more keys than queries, causal": attention_sample(queries=7, keys=13, is_causal=True),
     "more queries than keys, causal": attention_sample(queries=13, keys=7, is_causal=True),
@@ -681,7 +681,7 @@ ATTENTION = OpSpec(
     operator=torch.ops.foo.attention.default,
     dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     sizes=(),
-    samples=PLAIN_SAMPLES | OPTION_SAMPLES,
+    samples=BASIC_SAMPLES | OPTION_SAMPLES,
     essential=(
         "small, grouped heads and bias",
         "small, all options",

@@ -34,7 +34,7 @@ def test_first_derivatives_do_not_enter_python(spec, make):
 
 
 TWICE = {
-    "plain": (ATTENTION, attention_sample(**SMALL, batch=1)),
+    "no options": (ATTENTION, attention_sample(**SMALL, batch=1)),
     "bias": (ATTENTION, attention_sample(**SMALL, batch=1, bias=random_bias(2, 1, 5), scale=0.7)),
     "mask, a row that sees nothing": (
         ATTENTION,
@@ -48,8 +48,8 @@ TWICE = {
 
 @pytest.mark.parametrize(
     ("spec", "make"),
-    [*ONCE.values(), TWICE["plain"], TWICE["packed"], TWICE["blocks"]],
-    ids=[*ONCE, "plain", "packed twice", "plain blocks"],
+    [*ONCE.values(), TWICE["no options"], TWICE["packed"], TWICE["blocks"]],
+    ids=[*ONCE, "no options", "packed twice", "blocks twice"],
 )
 def test_operators_of_the_backward_pass(spec, make, device):
     """The backward operators are public, with and without slopes and sinks."""

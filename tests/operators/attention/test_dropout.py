@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SAMPLES = {
-    "plain": attention_sample(queries=70, keys=80),
+    "no options": attention_sample(queries=70, keys=80),
     "causal": attention_sample(queries=80, keys=80, is_causal=True),
     "1 query": attention_sample(heads=4, key_heads=1, queries=1, keys=200),
     "bias": attention_sample(heads=4, key_heads=2, bias=random_bias(2, 4, 9, 11)),
@@ -62,12 +62,12 @@ SAMPLES = {
 def test_values_and_gradients(name, dtype, device):
     """Backward uses forward's mask, which is read off the output."""
     sample = with_unit_value(SAMPLES[name](dtype))
-    plain, _ = call(sample, device)
-    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION.reference)[0])
+    undropped, _ = call(sample, device)
+    assert_zero_only_where_masked(undropped, sample.exact().call(ATTENTION.reference)[0])
     leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
     outputs = call(leaves, device)
-    dropped = (outputs[0] == 0) & (plain != 0)
-    assert 0 < dropped.sum() < (plain != 0).sum()
+    dropped = (outputs[0] == 0) & (undropped != 0)
+    assert 0 < dropped.sum() < (undropped != 0).sum()
     dropout_mask = ~dropped.cpu()
     known = dataclasses.replace(leaves, keywords={**leaves.keywords, "dropout_mask": dropout_mask})
     testing.check_outputs(ATTENTION, known, dtype, outputs)
@@ -239,13 +239,13 @@ def test_gradients_do_not_draw_again(device):
 
 
 def test_same_values_with_and_without_gradients(device):
-    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device)
+    sample = with_dropout(SAMPLES["no options"](torch.float32), 0.5).to(device)
     expected = call(sample, device)
     assert all(map(torch.equal, call(sample.requiring_grad(), device), expected))
 
 
 def test_same_numbers_on_both_devices():
-    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5)
+    sample = with_dropout(SAMPLES["no options"](torch.float32), 0.5)
     for output, expected in zip(call(sample, "foo"), call(sample, "cpu")):
         assert torch.equal(output.cpu(), expected)
 
@@ -253,7 +253,7 @@ def test_same_numbers_on_both_devices():
 def test_state_of_the_generator(device):
     """Each call moves the state, and restoring it repeats the numbers."""
     module = torch if device == "cpu" else torch.foo
-    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device)
+    sample = with_dropout(SAMPLES["no options"](torch.float32), 0.5).to(device)
     state = module.get_rng_state()
     first, _ = sample.call(ATTENTION.operator)
     assert not torch.equal(module.get_rng_state(), state)
@@ -266,7 +266,7 @@ def test_state_of_the_generator(device):
 
 def test_nothing_is_drawn_without_dropout(device):
     module = torch if device == "cpu" else torch.foo
-    sample = SAMPLES["plain"](torch.float32)
+    sample = SAMPLES["no options"](torch.float32)
     expected = call(sample, device)
     torch.manual_seed(0)
     state = module.get_rng_state()
@@ -288,7 +288,7 @@ def test_nearly_everything_is_dropped(dtype, device):
 
 
 def test_checkpoint_computes_the_same_again(device):
-    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device).requiring_grad()
+    sample = with_dropout(SAMPLES["no options"](torch.float32), 0.5).to(device).requiring_grad()
 
     def function(*inputs):
         return foo_ops.attention(*inputs, dropout_p=0.5)
@@ -306,7 +306,7 @@ def test_checkpoint_computes_the_same_again(device):
 def test_compiled(device):
     """A graph's forward and backward share a mask, which is not compiled in as a constant."""
     backend = "inductor" if device == "cpu" else "aot_eager"
-    sample = with_unit_value(SAMPLES["plain"](torch.float32)).to(device).requiring_grad()
+    sample = with_unit_value(SAMPLES["no options"](torch.float32)).to(device).requiring_grad()
 
     @torch.compile(backend=backend, fullgraph=True)
     def function(query, key, value):
@@ -353,13 +353,13 @@ def test_varlen(make, dtype, device):
         rows = UNIT * torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
         value.flatten(0, -3)[sequence.keys] = rows.unsqueeze(1).expand(-1, value.shape[-2], -1)
     sample = dataclasses.replace(sample, inputs=(query, key, value, *sample.inputs[3:]))
-    plain, _ = sample.to(device).call(ATTENTION_VARLEN.operator)
-    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION_VARLEN.reference)[0])
+    undropped, _ = sample.to(device).call(ATTENTION_VARLEN.operator)
+    assert_zero_only_where_masked(undropped, sample.exact().call(ATTENTION_VARLEN.reference)[0])
     leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
     torch.manual_seed(0)
     outputs = leaves.call(ATTENTION_VARLEN.operator)
-    dropped = ((outputs[0] == 0) & (plain != 0)).cpu()
-    assert abs(dropped.sum() / (plain != 0).sum() - 0.25) < 0.02
+    dropped = ((outputs[0] == 0) & (undropped != 0)).cpu()
+    assert abs(dropped.sum() / (undropped != 0).sum() - 0.25) < 0.02
     dropout_mask = ~dropped.transpose(0, 1)
     known = dataclasses.replace(leaves, keywords={**leaves.keywords, "dropout_mask": dropout_mask})
     testing.check_outputs(ATTENTION_VARLEN, known, dtype, outputs)

@@ -101,9 +101,9 @@ def test_dropout_mask_depends_on_the_seed_and_the_place_alone(dtype, queries, de
     for threads, make in enumerate(others, 1):
         torch.set_num_threads(min(threads, 3))
         sample = with_unit_value(make(dtype))
-        plain, _ = call(sample, device)
+        undropped, _ = call(sample, device)
         output, _ = call(with_dropout(sample, 0.4), device)
-        seen = plain.cpu() != 0
+        seen = undropped.cpu() != 0
         assert torch.equal(output.cpu() != 0, seen & mask)
 
 

@@ -130,7 +130,7 @@ def run_shapes(dtype):
             query = torch.randn(1, heads * group, queries, head_dim).to(dtype)
             key = torch.randn(1, heads, keys, head_dim).to(dtype)
             value = torch.randn(1, heads, keys, value_dim).to(dtype)
-            # One of plain and every option: with all dtypes and widths both meet most sizes.
+            # A common option or every one: with all dtypes and widths both meet most sizes.
             options = chosen.choice(options_for(chosen, heads * group, queries, keys, dtype))
             run(functools.partial(torch.ops.foo.attention, **options), query, key, value)
     # Blocks of many queries, and split keys.
@@ -146,7 +146,7 @@ def run_shapes(dtype):
 def options_for(chosen, heads, queries, keys, dtype):
     sinks = torch.randn(heads).to(dtype)
     window = {"window_left": chosen.choice((0, 5, 40)), "window_right": chosen.choice((0, 3))}
-    plain = chosen.choice(({}, {"is_causal": True}, window, {"sinks": sinks}))
+    common = chosen.choice(({}, {"is_causal": True}, window, {"sinks": sinks}))
     bias_shape = (1, heads, chosen.choice((1, queries)), chosen.choice((1, keys)))
     every = {
         "attn_bias": torch.randn(bias_shape).to(dtype).requires_grad_(),
@@ -156,7 +156,7 @@ def options_for(chosen, heads, queries, keys, dtype):
         "dropout_p": chosen.choice((0.0, 0.3)),
         "is_causal": chosen.choice((False, True)),
     }
-    return plain, every
+    return common, every
 
 
 def run_samples(dtype):
@@ -186,8 +186,9 @@ print(*sorted(called))
 """
 
 EVERY_KERNEL = (
-    *("attention_backward", "attention_backward.plain", "attention_decode"),
-    *("attention_decode.plain", "attention_forward", "attention_forward.plain", "attention_merge"),
+    *("attention_backward", "attention_backward.without_options"),
+    *("attention_decode", "attention_decode.without_options"),
+    *("attention_forward", "attention_forward.without_options", "attention_merge"),
 )
 
 

@@ -163,7 +163,7 @@ def test_softcap_by_hand(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_are_dense(dtype, device):
-    sample = ATTENTION.samples["plain"](dtype)
+    sample = ATTENTION.samples["no options"](dtype)
     for given in (sample, sample.map(reversed_dimensions)):
         output, logsumexp = call(given, device)
         assert output.is_contiguous() or output.transpose(1, 2).is_contiguous()

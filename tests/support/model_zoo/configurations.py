@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 VOCABULARY = 160
 FIRST_SPECIAL = 100
-"""Token ids from here on are placeholders of images and the like; prompts have smaller ones."""
+"""Token ids from here on are special, such as an image's placeholder; texts have smaller ones."""
 WINDOW = 6
 """Shorter than the sequences, so that windows and chunks matter."""
 WINDOWS_SIDE = 4
@@ -225,7 +225,7 @@ SPECIAL: dict[str, int] = {}
 
 
 def special_token(name: str) -> int:
-    """Return a placeholder's token id: equal in all configurations, different for each name."""
+    """Return the id of a special token: the same in all configurations, another for each name."""
     name = re.sub(r"_(token_)?(id|index|idx)$", "", name)
     known = ("image", "video", "audio", "image_start", "image_end", "vision_start", "vision_end")
     if name in known:

@@ -13,7 +13,7 @@ HYBRID = {
     "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
 }
 WINDOWED_VISION = {"window_size": 16, "patch_size": 4, "fullatt_block_indexes": [1]}
-PLAIN_STAGES = {
+STAGES_AS_ROWS = {
     "backbone_config": {
         "num_hidden_layers": 4,
         "out_indices": [1, 2, 3, 4],
@@ -41,7 +41,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": rope(3, 3, 2),
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "depth_anything": PLAIN_STAGES,
+    "depth_anything": STAGES_AS_ROWS,
     "dots3_note_text": {"num_key_value_heads": 4},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "ernie4_5_vl_moe_text": rope(3, 3, 2),
@@ -95,7 +95,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "owlv2_text_model": {"max_position_embeddings": 32},
     "owlvit_text_model": {"max_position_embeddings": 32},
     "pp_lcnet_v4": {"stem_channels": [3, 48, 96]},
-    "prompt_depth_anything": PLAIN_STAGES,
+    "prompt_depth_anything": STAGES_AS_ROWS,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 103},
     "qwen2_5_omni_vision_encoder": WINDOWED_VISION,
     "qwen2_5_vl_vision": WINDOWED_VISION,
@@ -130,7 +130,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": HYBRID,
     "zamba2": HYBRID,
-    "zoedepth": PLAIN_STAGES,
+    "zoedepth": STAGES_AS_ROWS,
 }
 """Configuration fields; those of a sub-configuration are a dictionary."""
 

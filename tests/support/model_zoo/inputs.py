@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 BATCH = 3
 TEXTS = (18, 15, 5)
-"""Tokens in each row, in addition to the placeholders of images and sounds."""
+"""Tokens of each text, not counting the placeholders in which models put images and sounds."""
 TARGETS = 11
 FRAMES = 64
 SAMPLES = 1600
@@ -76,7 +76,7 @@ def candidates(model: PreTrainedModel, side: str | None) -> Iterator[dict[str, A
 def texts(
     model: PreTrainedModel, arguments: dict, placeholders: list[int], side: str | None
 ) -> dict[str, Tensor]:
-    """Return tokens with the placeholders in front, their masks and types."""
+    """Return token ids that begin with the placeholders, their mask and their types."""
     found: dict[str, Tensor] = {}
     if "input_ids" in arguments:
         lengths = [len(placeholders) + (TEXTS[0] if side is None else it) for it in TEXTS]
@@ -245,7 +245,7 @@ def rows_of_patches(config: Any) -> dict[str, Tensor]:
 
 
 def placeholders_of(model: PreTrainedModel, arguments: dict, given: dict) -> list[int]:
-    """Return the tokens that stand for a text's image and sound."""
+    """Return a text's placeholder tokens, one for each embedding of its images and sounds."""
     if "input_ids" not in arguments:
         return []
     config = model.config

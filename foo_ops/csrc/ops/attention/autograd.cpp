@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "launch/below_autograd.h"
-#include "launch/named_call.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
 #include "ops/attention/checks.h"

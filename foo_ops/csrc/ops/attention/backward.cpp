@@ -163,10 +163,10 @@ constexpr int64_t kRowsOfRange = 256;
 // Kernels live as long as the process: they are never destroyed.
 Kernel& backward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_backward");
-  static auto* plain = new Kernel("attention_backward.plain");
+  static auto* without_options = new Kernel("attention_backward.without_options");
   static auto* programs = new Kernel("attention_backward.programs");
   if (parameters.programs != nullptr) return *programs;
-  return is_plain(parameters) ? *plain : *kernel;
+  return has_no_options(parameters) ? *without_options : *kernel;
 }
 
 Kernel& sum_chunks_kernel() {

@@ -146,7 +146,7 @@ using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t
                          double factor);
 
 // Kernels without options take half the time to compile, and suffice for most models.
-inline bool is_plain(const Parameters& parameters) {
+inline bool has_no_options(const Parameters& parameters) {
   return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
 

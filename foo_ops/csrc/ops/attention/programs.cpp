@@ -232,12 +232,12 @@ ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& se
   arguments_.captured = captured_.data();
   arguments_.outside = &outside_;
   // A factor that is not positive would make the largest product the smallest score.
-  const bool is_plain =
+  const bool folds_scale =
       programs.score_mod.empty() && parameters.scale > 0.0 && std::isfinite(parameters.scale);
-  parameters.factor = is_plain ? kLog2E * parameters.scale : kLog2E;
-  arguments_.scale = is_plain ? 1.0 : parameters.scale;
+  parameters.factor = folds_scale ? kLog2E * parameters.scale : kLog2E;
+  arguments_.scale = folds_scale ? 1.0 : parameters.scale;
   std::string score_mod(programs.score_mod);
-  if (score_mod.empty() && !is_plain) score_mod = dtype_name(type_) + " input score\noutput 0";
+  if (score_mod.empty() && !folds_scale) score_mod = dtype_name(type_) + " input score\noutput 0";
   parameters.programs = reinterpret_cast<const int64_t*>(&arguments_);
   parameters.score_function = function_of(type_, programs, score_mod, {}, {});
   parameters.masked_score_function = function_of(type_, programs, score_mod, programs.mask_mod, {});

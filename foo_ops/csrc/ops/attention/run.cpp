@@ -19,18 +19,18 @@ constexpr double kLargeLogsumexp = 256.0;
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_forward");
-  static auto* plain = new Kernel("attention_forward.plain");
+  static auto* without_options = new Kernel("attention_forward.without_options");
   static auto* programs = new Kernel("attention_forward.programs");
   if (parameters.programs != nullptr) return *programs;
-  return is_plain(parameters) ? *plain : *kernel;
+  return has_no_options(parameters) ? *without_options : *kernel;
 }
 
 Kernel& decode_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_decode");
-  static auto* plain = new Kernel("attention_decode.plain");
+  static auto* without_options = new Kernel("attention_decode.without_options");
   static auto* int8_cache = new Kernel("attention_decode.int8_cache");
   if (parameters.has_int8_cache) return *int8_cache;
-  return is_plain(parameters) ? *plain : *kernel;
+  return has_no_options(parameters) ? *without_options : *kernel;
 }
 
 Kernel& merge_kernel() {

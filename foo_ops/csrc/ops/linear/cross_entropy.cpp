@@ -262,7 +262,7 @@ Results compute(const at::Tensor& hidden, const at::Tensor& weight, const at::Te
     const int64_t bytes = splits * parameters.rows * statistics.itemsize();
     parameters.largest = first;
     parameters.total = first + bytes;
-    parameters.plain = first + 2 * bytes;
+    parameters.logit_sum = first + 2 * bytes;
     parameters.loss = loss.mutable_data_ptr();
     parameters.logsumexp = logsumexp.mutable_data_ptr();
     if (parameters.columns > 0) compute_statistics(parameters, dtype);

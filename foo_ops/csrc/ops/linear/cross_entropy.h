@@ -16,7 +16,8 @@ namespace foo {
 
 // Logits are the product of left, whose rows are those of hidden, and right, whose columns are the
 // rows of weight, plus a bias. Strides are in elements. Data with an element per row is contiguous;
-// largest, total and plain have an element per row for each split of the columns. For the first
+// largest, total and logit_sum have an element per row for each split of the columns: the maximum,
+// the sum of exp(logit - maximum), and that of logit - maximum, for label smoothing. For the first
 // rows, exponentials are kept for the gradients: exp(logit - base) for each column, contiguous, and
 // the base of each row in each block of block_columns columns.
 struct CrossEntropy {
@@ -30,7 +31,7 @@ struct CrossEntropy {
   const void* bias;
   int64_t bias_column_stride;
   const int64_t* target;
-  void *largest, *total, *plain, *loss, *logsumexp;
+  void *largest, *total, *logit_sum, *loss, *logsumexp;
   const void *grad_loss, *grad_logsumexp;
   void* grad_logits;
   int64_t grad_logits_row_stride;
@@ -41,12 +42,13 @@ template <>
 struct Layout<CrossEntropy> {
   using Struct = CrossEntropy;
   static constexpr const char* name = "CrossEntropy";
-  static constexpr Field fields[] = FOO_FIELDS(
-      rows, columns, depth, has_bias, ignore_index, split_columns, first_column, has_grad_loss,
-      has_grad_logsumexp, kept_rows, block_columns, softcap, softcap_inverse, label_smoothing,
-      grad_mean_share, left, left_row_stride, left_step_stride, right, right_column_stride,
-      right_step_stride, bias, bias_column_stride, target, largest, total, plain, loss, logsumexp,
-      grad_loss, grad_logsumexp, grad_logits, grad_logits_row_stride, exponentials, bases);
+  static constexpr Field fields[] =
+      FOO_FIELDS(rows, columns, depth, has_bias, ignore_index, split_columns, first_column,
+                 has_grad_loss, has_grad_logsumexp, kept_rows, block_columns, softcap,
+                 softcap_inverse, label_smoothing, grad_mean_share, left, left_row_stride,
+                 left_step_stride, right, right_column_stride, right_step_stride, bias,
+                 bias_column_stride, target, largest, total, logit_sum, loss, logsumexp, grad_loss,
+                 grad_logsumexp, grad_logits, grad_logits_row_stride, exponentials, bases);
 };
 static_assert(is_whole<CrossEntropy>());
 

@@ -14,7 +14,7 @@ from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.core.ir_utils import get_definition, guard
 from numba.extending import intrinsic, models, register_model
 
-from foo_ops.kernels.compiler.plain_math import MATH, round_whole
+from foo_ops.kernels.compiler.python_math import MATH, round_whole
 
 # -------------------------------------------------------------------------------------------- texts
 
@@ -124,9 +124,9 @@ _FOLDED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def let_fold(function: Any, plain: Callable[..., Any]) -> None:
-    """Let ``plain`` compute a kernel's function if all its arguments are constants."""
-    _FOLDED[function] = plain
+def let_fold(function: Any, evaluate: Callable[..., Any]) -> None:
+    """Let ``evaluate`` compute a kernel's function if all its arguments are constants."""
+    _FOLDED[function] = evaluate
 
 
 @intrinsic
@@ -336,8 +336,8 @@ def _operation(func_ir: ir.FunctionIR, expression: ir.Expr) -> tuple[Any, list[i
         return expression.fn, [expression.value]
     if expression.op == "call" and not expression.kws and not expression.vararg:
         function = _value(func_ir, expression.func)
-        is_plain = getattr(function, "__hash__", None) is not None
-        return _FOLDED.get(function) if is_plain else None, list(expression.args)
+        is_hashable = getattr(function, "__hash__", None) is not None
+        return _FOLDED.get(function) if is_hashable else None, list(expression.args)
     return None, []
 
 
