@@ -206,9 +206,9 @@ def test_second_derivative_of_a_function(device):
     with pytest.raises(NotImplementedError) as error:
         grad.sum().backward()
     assert str(error.value) == (
-        "foo_numba::soft: its backward= has no derivative: give it as elementwise_kernel(function, "
-        "backward=...), or give the operator a formula with foo_ops.library.register_autograd "
-        "instead of backward="
+        "foo_numba::soft: backward= has no derivative; pass elementwise_kernel(function, "
+        "backward=...) as backward=, or register a formula with "
+        "foo_ops.library.register_autograd instead"
     )
 
 

@@ -178,7 +178,7 @@ def test_operators_are_not_listed_unasked(run):
 def test_operators_must_be_named(run):
     process = run("def test_operator(operator_check): ...")
     assert process.returncode != 0
-    assert "test_operator asks for operator_check: say of which operators" in process.stdout
+    assert "test_operator: a test with operator_check must name operators" in process.stdout
 
 
 def test_checks_of_a_marker(run):

@@ -231,7 +231,8 @@ def test_varlen_mixed_devices(name, own, other):
         (
             paged,
             {"cu_seqlens_k": [0, 7, 20], "max_seqlen_k": 13},
-            "cu_seqlens_k must give sequence 1 at most 12 keys as block_table holds, got 13",
+            "cu_seqlens_k must give sequence 1 at most 12 keys, as many as block_table holds, got "
+            "13",
         ),
         (
             paged,
@@ -257,7 +258,7 @@ def test_varlen_mixed_devices(name, own, other):
             (
                 make,
                 {"max_seqlen_q": value},
-                f"max_seqlen_q must be at least 5 as the longest sequence has, got {value}",
+                f"max_seqlen_q must be at least 5, the length of the longest sequence, got {value}",
             )
             for make in (packed, paged)
             for value in (4, 0, -1)
@@ -266,14 +267,14 @@ def test_varlen_mixed_devices(name, own, other):
             (
                 make,
                 {"max_seqlen_k": 6},
-                "max_seqlen_k must be at least 7 as the longest sequence has, got 6",
+                "max_seqlen_k must be at least 7, the length of the longest sequence, got 6",
             )
             for make in (packed, paged)
         ),
         (
             packed,
             {"seqused_k": [3, 5], "max_seqlen_k": 4},
-            "max_seqlen_k must be at least 5 as the longest sequence has, got 4",
+            "max_seqlen_k must be at least 5, the length of the longest sequence, got 4",
         ),
     ],
 )
