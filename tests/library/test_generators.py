@@ -175,6 +175,6 @@ def test_wrong_operators():
         )
     library.define("foo_generators::early", SCHEMA)
     kernel = library.tile_kernel(tiles=lambda seed: seed)(noise.function)
-    message = r"tiles must take arguments that the kernel has \(input, output, saved\), and"
+    message = r"tiles must take arguments that the kernel has \(input, output, saved\), got seed"
     with pytest.raises(TypeError, match=message):
         library.register_kernel("foo_generators::early", "cpu", kernel)

@@ -65,11 +65,11 @@ TILES = {
     "torch.celu(x[r, 0])": calls("torch.celu"),
     "math.comb(5, r)": calls("math.comb"),
     "exact_sum(x.row(r))": calls("exact_sum", SUM),
-    "sum(x.row(r))": calls("sum of a row", SUM),
+    "sum(x.row(r))": calls("sum on a row", SUM),
     "np.mean(x.row(r))": calls("np.mean", f"{SUM}, then divide by the size"),
     "statistics.fmean(x.row(r))": calls("statistics.fmean", f"{SUM}, then divide by the size"),
     "min(x)": calls(
-        "min of a tensor", "write a loop, for i in range(x.size): least = min(least, x[i])"
+        "min on a tensor", "write a loop, for i in range(x.size): least = min(least, x[i])"
     ),
     "all(x.row(r))": calls("all", f"write a loop, {LOOP}: found = found or x[i] > 0"),
     "any(x[r, i] > 0 for i in range(3))": calls(
@@ -85,7 +85,7 @@ TILES = {
     "list(map(math.exp, x.row(r)))[0]": calls("list", f"use {SCRATCH}"),
     "torch.matmul(x, y)[0, 0]": calls("torch.matmul", DOT),
     "random.gauss(0, 1)": calls("random.gauss", "write language.random(seed, offset)"),
-    "len(x.row(r))": calls("len of a row", "write x.shape[-1]"),
+    "len(x.row(r))": calls("len on a row", "write x.shape[-1]"),
     "hasattr(x, 'size')": calls("hasattr", CONSTANT),
     "isinstance(x, float)": calls("isinstance on a tensor", CONSTANT),
     "math.log(x.row(r))": f"log takes numbers, got a row: {ROW}",
@@ -117,8 +117,8 @@ TILES = {
     "x.shape": "x.shape or x.strides cannot be converted to float32: x.shape[d] and "
     "x.strides[d] are numbers",
     # Allocations.
-    "[v for v in range(3)][0]": f"a kernel must not allocate: it has {SCRATCH}",
-    "{0: 1.0}[0]": f"a kernel must not allocate: it has {SCRATCH}",
+    "[v for v in range(3)][0]": f"a kernel must not allocate: use {SCRATCH}",
+    "{0: 1.0}[0]": f"a kernel must not allocate: use {SCRATCH}",
 }
 STATEMENTS = {
     "y[r, :] = 1.0": f"a slice cannot be written: write its elements, {LOOP}: x[r, i] = value",
@@ -126,7 +126,7 @@ STATEMENTS = {
     "x[0:1, :] *= 2.0": f"a slice has no arithmetic: {SLICE}",
     "for v in x.row(r): y[r, 0] = v": f"a kernel cannot iterate over a row: {ROW}",
     "for i, v in enumerate(x.row(r)): y[r, i] = v": calls(
-        "enumerate of a row", f"write a loop over indices, {LOOP}"
+        "enumerate on a row", f"write a loop over indices, {LOOP}"
     ),
     "for v in reversed(x.row(r)): y[r, 0] = v": calls(
         "reversed", f"write a loop over indices, {LOOP}"

@@ -254,7 +254,7 @@ def test_wrong_number_of_arguments():
     for kernel, message in (
         (
             library.elementwise_kernel(two),
-            f"its kernel must take 1 arguments (input), and two ({line(two, 0)}) takes 2",
+            f"its kernel must take 1 arguments (input), got two ({line(two, 0)}), which takes 2",
         ),
         (
             library.elementwise_kernel(two_values),
@@ -264,13 +264,13 @@ def test_wrong_number_of_arguments():
         ),
         (
             library.tile_kernel(tile_of_two),
-            "its kernel must take 3 arguments (input, result, tiles), and tile_of_two "
-            f"({line(tile_of_two, 0)}) takes 2",
+            "its kernel must take 3 arguments (input, result, tiles), got tile_of_two "
+            f"({line(tile_of_two, 0)}), which takes 2",
         ),
         (
             library.tile_kernel(of_bits, tiles=two_values),
-            "tiles must take arguments that the kernel has (input, output), and two_values "
-            f"({line(two_values, 0)}) takes x",
+            "tiles must take arguments that the kernel has (input, output), got x in two_values "
+            f"({line(two_values, 0)})",
         ),
     ):
         name = f"foo_wrong::f{next(serial)}"
@@ -326,7 +326,7 @@ def test_device_types_of_a_kernel():
 
 
 def test_kernel_is_no_function():
-    with pytest.raises(TypeError, match="two is a kernel, and an operator calls it"):
+    with pytest.raises(TypeError, match="two is a kernel and cannot be called directly"):
         library.elementwise_kernel(two)(1, 2)
 
 

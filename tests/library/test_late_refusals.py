@@ -132,12 +132,12 @@ def test_a_verdict_is_one_value():
         (
             "(Tensor(a!) input, Tensor index) -> ()",
             lambda input, index, places: True,
-            "input is written",
+            "input, which is written",
         ),
         (
             "(Tensor input, Generator? index) -> Tensor",
             lambda input, index, output, places: True,
-            "index is drawn from",
+            "index, which is drawn from",
         ),
     ],
 )

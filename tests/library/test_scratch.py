@@ -203,15 +203,15 @@ def test_wrong_descriptions(lib):
         ),
         (
             lambda: register(of_two, scratch=like_input, finish=lambda memory: None),
-            "finish must take arguments that the kernel has (input, other, output), and",
+            "finish must take arguments that the kernel has (input, other, output), got",
         ),
         (
             lambda: register(of_two, scratch=like_input, tiles=lambda memory: 3),
-            "tiles must take arguments that the kernel has (input, other, output), and",
+            "tiles must take arguments that the kernel has (input, other, output), got",
         ),
         (
             lambda: register(kernel, scratch=like_input),
-            "its kernel must take 5 arguments (input, other, result, memory, tiles), and",
+            "its kernel must take 5 arguments (input, other, result, memory, tiles), got",
         ),
     ]
     for case, message in cases:

@@ -317,7 +317,7 @@ def nothing_in_place(tensors, tiles):
                 refuse=lambda tensors: None,
             ),
             "(Tensor[] tensors) -> Tensor",
-            "check must take arguments that the kernel has (output), and <lambda>",
+            "check must take arguments that the kernel has (output), got tensors in <lambda>",
         ),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_variable_that_is_one_tensor_or_another(device):
     assert torch.equal(result[::2], input[::2])
     assert torch.equal(result[1::2], other[1::2])
     wrong = define(wrong_index_of_either, schema)
-    with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given as many"):
+    with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given one"):
         wrong(input.to(device), other.to(device))
 
 

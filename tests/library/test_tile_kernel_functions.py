@@ -144,7 +144,7 @@ def test_other_functions_take_what_the_kernel_takes(name):
     kernel = library.tile_kernel(picked, **options)
     arguments = "input, index" if name == "refuse" else "input, index, output"
     message = f"foo_tile::wrong_{name}: {name} must take arguments that the kernel has ({arguments}"
-    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\), and .* takes rows\Z"):
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\), got rows in "):
         library.register_kernel(f"foo_tile::wrong_{name}", "cpu", kernel)
 
 

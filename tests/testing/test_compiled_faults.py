@@ -63,7 +63,7 @@ def test_a_fault_is_looked_for_in_some_versions(monkeypatch):
     ended = dataclasses.replace(compilation.KNOWN_FAULTS[0], last="2.12")
     monkeypatch.setattr(compilation, "KNOWN_FAULTS", (ended,))
     (message,) = failures_of(writing_spec(), ["compiled_graph"]).values()
-    assert f"Inductor is wrong (PyTorch {torch.__version__}), and not the operator" in message
+    assert f"Inductor is wrong (PyTorch {torch.__version__}), not the operator" in message
 
 
 def test_what_inductor_alone_reads_of_the_fake_kernel():
