@@ -234,7 +234,7 @@ BROKEN = {
     ),
     "an element not written": Broken(
         "values",
-        r"wrong in 1 of 21 .* 1 of them are nan: memory that nobody has written is full of it",
+        r"wrong in 1 of 21 .* 1 of them are nan, which fills fresh memory during this check: ",
         make=without_last,
     ),
     "fresh memory read": Broken(

@@ -112,7 +112,7 @@ def test_a_size_that_the_fake_kernel_decides():
         return Sample((torch.ones(4, size).to(dtype), torch.ones(4, size).to(dtype)))
 
     (message,) = failures_of(sizes_spec(sized, fake=fake), ["compiled_for_dynamic_shapes"]).values()
-    assert "makes a decision of a size, b.shape[1], which was 9 and is 6. A comparison" in message
+    assert "was specialised to a size, b.shape[1], which was 9 and is 6. Comparing" in message
 
 
 def test_failures_name_what_allows_more():
@@ -147,7 +147,7 @@ def test_a_loop_of_vmap_is_told_of_where_it_is_wrong():
 
     spec = product_spec(of_one_sample, **CPU_ALONE, backward=None)
     for message in failures_of(spec, ["mapped"]).values():
-        assert "element 1 of the mapped dimension (by a loop of PyTorch's, as" in message
+        assert "element 1 of the mapped dimension (by PyTorch's loop, since" in message
 
 
 # -------------------------------------------------------------------------------- random numbers

@@ -153,8 +153,8 @@ def test_what_is_wrong_is_said(run):
     assert process.returncode == 1
     assert counts(process) == {"failed": 1, "passed": 7}
     assert re.search(
-        r"AssertionError: output 0 is wrong in 3 of 21 elements; .* 3 of them are nan: memory that "
-        "nobody has written is full of it here",
+        r"AssertionError: output 0 is wrong in 3 of 21 elements; .* 3 of them are nan, which fills "
+        "fresh memory during this check",
         process.stdout,
     )
     # The traceback leaves out the checks' own code, which does not help the author.

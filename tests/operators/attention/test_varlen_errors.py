@@ -206,8 +206,16 @@ def test_varlen_mixed_devices(name, own, other):
         (packed, {"cu_seqlens_q": [0, 4, 8]}, "cu_seqlens_q must end at 9 as query has, got 8"),
         (packed, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
         (paged, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
-        (packed, {"cu_seqlens_k": [0, 7, 11]}, "cu_seqlens_k must end at 12 as key has, got 11"),
-        (packed, {"cu_seqlens_k": [0, 7, 13]}, "cu_seqlens_k must end at 12 as key has, got 13"),
+        (
+            packed,
+            {"cu_seqlens_k": [0, 7, 11]},
+            "cu_seqlens_k must end at 12, the length of key, got 11",
+        ),
+        (
+            packed,
+            {"cu_seqlens_k": [0, 7, 13]},
+            "cu_seqlens_k must end at 12, the length of key, got 13",
+        ),
         (
             packed,
             {"cu_seqlens_q": [0], "cu_seqlens_k": [0]},
