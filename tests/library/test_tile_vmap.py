@@ -179,7 +179,7 @@ def test_lists_in_place():
 
     torch.vmap(step, in_dims=(0, 1))(first, second)
     torch.testing.assert_close((first, second), expected)
-    with pytest.raises(RuntimeError, match="parameters is written, so torch.vmap must map it"):
+    with pytest.raises(RuntimeError, match=r"parameters is written, so torch\.vmap must map it"):
         torch.vmap(step, in_dims=(0, None))(first, second[:, 0])
 
 

@@ -203,9 +203,21 @@ def test_varlen_mixed_devices(name, own, other):
             {"cu_seqlens_q": [0, -(2**31), 9]},
             f"cu_seqlens_q must not decrease, got {-(2**31)} after 0",
         ),
-        (packed, {"cu_seqlens_q": [0, 4, 8]}, "cu_seqlens_q must end at 9 as query has, got 8"),
-        (packed, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
-        (paged, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
+        (
+            packed,
+            {"cu_seqlens_q": [0, 4, 8]},
+            "cu_seqlens_q must end at 9, the length of query, got 8",
+        ),
+        (
+            packed,
+            {"cu_seqlens_q": [0, 4, 10]},
+            "cu_seqlens_q must end at 9, the length of query, got 10",
+        ),
+        (
+            paged,
+            {"cu_seqlens_q": [0, 4, 10]},
+            "cu_seqlens_q must end at 9, the length of query, got 10",
+        ),
         (
             packed,
             {"cu_seqlens_k": [0, 7, 11]},
@@ -219,7 +231,7 @@ def test_varlen_mixed_devices(name, own, other):
         (
             packed,
             {"cu_seqlens_q": [0], "cu_seqlens_k": [0]},
-            "cu_seqlens_q must end at 9 as query has, got 0",
+            "cu_seqlens_q must end at 9, the length of query, got 0",
         ),
         (
             packed,
