@@ -17,9 +17,9 @@ WIDTH = 96
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 up, for argparse."""
+    """Read a whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
 
 

@@ -43,11 +43,11 @@ def check_torch() -> None:
     try:
         from foo_ops._built_for import TORCH
     except ModuleNotFoundError:
-        raise ImportError("foo_ops is not built: `make setup` in its checkout does it") from None
+        raise ImportError("foo_ops is not built: run `make setup` in its checkout") from None
     installed = ".".join(torch.__version__.split(".")[:2])
     if installed != TORCH:
         raise ImportError(
-            f"foo_ops was built for torch {TORCH}, and torch {torch.__version__} is installed: "
+            f"foo_ops was built for torch {TORCH}, but torch {torch.__version__} is installed: "
             f"install torch {TORCH}, or a foo_ops for torch {installed}"
         )
 
@@ -62,7 +62,7 @@ def check_place() -> None:
     name = get_privateuse1_backend_name()
     if name not in ("privateuseone", "foo"):
         raise ImportError(
-            f"torch has a place for one backend from outside (PrivateUse1), and {name} has taken it"
+            f"torch has room for one out-of-tree backend (PrivateUse1), and {name} already uses it"
         )
 
 

@@ -105,7 +105,7 @@ def load(name: str = OPERATORS) -> types.ModuleType:
         return importlib.import_module(name)
     if not os.path.samestat(os.stat(_C.__file__), _companion):
         raise ImportError(
-            "foo_ops was installed anew since this process imported torch: start the process again"
+            "foo_ops was reinstalled after this process imported torch: restart the process"
         )
     with _loading:
         return importlib.import_module(name)

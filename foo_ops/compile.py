@@ -26,12 +26,15 @@ def main() -> None:
     """Compile the operators that the command line names, and print counts and times."""
     arguments = _parser().parse_args()
     if arguments.all == bool(arguments.operators):
-        sys.exit(f"foo_ops.compile: name operators, or --all: {', '.join(operators())}")
+        sys.exit(
+            "foo_ops.compile: name operators or pass --all; the operators are "
+            f"{', '.join(operators())}"
+        )
     unknown = set(arguments.operators) - operators().keys()
     if unknown:
         sys.exit(
-            f"foo_ops.compile: there is no operator {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(operators())}"
+            f"foo_ops.compile: there is no operator {', '.join(sorted(unknown))}; the operators "
+            f"are {', '.join(operators())}"
         )
     obstacle = cache.obstacle()
     if obstacle is not None:
@@ -92,10 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m foo_ops.compile", description=(__doc__ or "").partition("\n\n")[2]
     )
-    parser.add_argument("operators", nargs="*", metavar="operator", help="such as attention")
+    parser.add_argument("operators", nargs="*", metavar="operator", help="names such as attention")
     parser.add_argument("--all", action="store_true", help="all operators")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="those of tensors; all of them"
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=DTYPES,
+        help="dtypes of the tensors; by default all",
     )
     return parser
 

@@ -72,11 +72,12 @@ def refuse_bags(weight: Tensor, indices: Tensor, offsets: Tensor) -> None:
     wrong = indices[(indices < 0) | (indices >= rows)]
     if wrong.numel() > 0:
         raise IndexError(
-            f"embedding_bag: indices must be in [0, {rows}) as weight has rows, got {int(wrong[0])}"
+            f"embedding_bag: indices must be in [0, {rows}), the rows of weight, got "
+            f"{int(wrong[0])}"
         )
     raise ValueError(
-        f"embedding_bag: offsets must begin with 0, not decrease and be at most {size} as there "
-        f"are indices, got {offsets.tolist()}"
+        f"embedding_bag: offsets must begin with 0, not decrease and be at most {size}, the "
+        f"number of indices, got {offsets.tolist()}"
     )
 
 

@@ -218,8 +218,8 @@ def fake(input: Tensor, points: Tensor) -> Tensor:
         raise TypeError(f"grid_sample: grid must be {input.dtype} as input is, got {points.dtype}")
     if points.dim() != 3 or points.shape[0] != input.shape[0] or points.shape[2] != 2:
         raise ValueError(
-            f"grid_sample: grid must have points of shape [{input.shape[0]}, P, 2] as there are "
-            f"images, got {list(points.shape)}"
+            f"grid_sample: grid must have points of shape [{input.shape[0]}, P, 2] to match the "
+            f"batch of input, got {list(points.shape)}"
         )
     return input.new_empty(input.shape[0], input.shape[1], points.shape[1])
 

@@ -48,8 +48,8 @@ def parts(size: Any, most: Any) -> Any:
 
 def refuse(input: Tensor, offsets: Tensor) -> None:
     raise ValueError(
-        f"grouped_linear: offsets must not decrease and be in [0, {input.shape[0]}] as there are "
-        f"rows, got {offsets.tolist()}"
+        f"grouped_linear: offsets must not decrease and be in [0, {input.shape[0]}], the rows of "
+        f"input, got {offsets.tolist()}"
     )
 
 
@@ -125,7 +125,7 @@ def check(input: Tensor, offsets: Tensor, groups: int | None = None) -> None:
     if offsets.dim() != 1 or not library.holds(groups is None or offsets.shape[0] == groups):
         size = "G" if groups is None else groups
         raise ValueError(
-            f"grouped_linear: offsets must have shape [{size}] as there are groups, "
+            f"grouped_linear: offsets must have shape [{size}], one for each group, "
             f"got {list(offsets.shape)}"
         )
 

@@ -144,8 +144,8 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
             raise TypeError(f"int8_linear: {name} must be floating-point, got {given.dtype}")
         if given is not None and not library.have_sizes(given.shape, weight.shape[:1]):
             raise ValueError(
-                f"int8_linear: {name} must have shape {list(weight.shape[:1])} as weight has rows, "
-                f"got {list(given.shape)}"
+                f"int8_linear: {name} must have shape {list(weight.shape[:1])} to match the rows "
+                f"of weight, got {list(given.shape)}"
             )
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 

@@ -79,7 +79,7 @@ def check(boxes: Tensor, scores: Tensor, iou_threshold: float) -> None:
         raise ValueError(f"nms: boxes must have shape [N, 4], got {list(boxes.shape)}")
     if not library.have_sizes(scores.shape, boxes.shape[:1]):
         raise ValueError(
-            f"nms: scores must have shape {list(boxes.shape[:1])} as there are boxes, "
+            f"nms: scores must have shape {list(boxes.shape[:1])}, one for each box, "
             f"got {list(scores.shape)}"
         )
     if not 0.0 <= iou_threshold <= 1.0:

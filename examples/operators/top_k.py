@@ -108,7 +108,7 @@ def refuse_indices(input: Tensor, indices: Tensor) -> None:
     size = input.shape[-1]
     wrong = indices[(indices < 0) | (indices >= size)]
     raise IndexError(
-        f"top_k_backward: indices must be in [0, {size}) as input has columns, got {int(wrong[0])}"
+        f"top_k_backward: indices must be in [0, {size}), the columns of input, got {int(wrong[0])}"
     )
 
 
@@ -142,7 +142,7 @@ def fake(input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError("top_k: input must have at least 1 dimension, got 0")
     if k < 0 or not library.holds(k <= input.shape[-1]):
         raise ValueError(
-            f"top_k: k must be in [0, {input.shape[-1]}] as input's rows have elements, got {k}"
+            f"top_k: k must be in [0, {input.shape[-1]}], the elements of a row, got {k}"
         )
     values = input.new_empty((*input.shape[:-1], k))
     return values, torch.empty_like(values, dtype=torch.int64)

@@ -13,4 +13,4 @@ def autoload() -> None:
     try:
         import foo_ops  # noqa: F401
     except ImportError as error:
-        warnings.warn(f"device foo is left out: {error}", stacklevel=2)
+        warnings.warn(f"device foo is not available: {error}", stacklevel=2)

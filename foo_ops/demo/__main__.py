@@ -71,18 +71,18 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     )
     add = parser.add_argument
     add("--device", choices=DEVICES, default="foo", help="where to train")
-    add("--operators", choices=tuple(OPERATORS), default="foo", help="what the model is made of")
-    add("--attention", choices=ATTENTION, default=ATTENTION[0], help="flex: a score_mod, learned")
+    add("--operators", choices=tuple(OPERATORS), default="foo", help="operators of the model")
+    add("--attention", choices=ATTENTION, default=ATTENTION[0], help="flex: a learned score_mod")
     add("--compile", action="store_true", help="train through torch.compile")
-    add("--steps", type=positive_number, default=DEFAULT_STEPS, help="how many training steps")
-    add("--seed", type=seed_number, default=0, help="of the weights, the batches and the sample")
+    add("--steps", type=positive_number, default=DEFAULT_STEPS, help="number of training steps")
+    add("--seed", type=seed_number, default=0, help="seed of weights, batches and sample")
     add("--output", type=writable_folder, default="demo_output", help="folder for the results")
     return Options(**vars(parser.parse_args(arguments)))
 
 
 def positive_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
 
 
@@ -100,7 +100,7 @@ def writable_folder(text: str) -> Path:
         reason = f"must be a folder, got {text} ({error.strerror})"
         raise argparse.ArgumentTypeError(reason) from error
     if not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"must be a folder one may write to, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a writable folder, got {text}")
     return folder
 
 

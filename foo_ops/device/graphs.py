@@ -223,8 +223,12 @@ class _Graphed:
         self.output_gradients: list[torch.Tensor | None] = []
         self.input_gradients: list[torch.Tensor | None] = []
         self.sample_inputs: list[torch.Tensor] = pytree.arg_tree_leaves(*arguments)
-        if not all(isinstance(it, torch.Tensor) for it in self.sample_inputs):
-            raise TypeError("make_graphed_callables: sample_args must be tensors, and no others")
+        for sample in self.sample_inputs:
+            if not isinstance(sample, torch.Tensor):
+                raise TypeError(
+                    "make_graphed_callables: sample_args must be tensors, got "
+                    f"{type(sample).__name__}"
+                )
         self.parameters: list[torch.Tensor] = []
         if isinstance(function, torch.nn.Module):
             _check_module(function)
@@ -301,7 +305,8 @@ class _Graphed:
 def _check_module(module: torch.nn.Module) -> None:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ValueError(
-            "make_graphed_callables: modules must have no hooks yet: register them afterwards"
+            "make_graphed_callables: modules must have no hooks when they are passed; register "
+            "hooks afterwards"
         )
     if any(it.requires_grad for it in module.buffers()):
         raise ValueError("make_graphed_callables: buffers of modules must not require gradients")
@@ -352,7 +357,8 @@ def make_graphed_callables(
     """
     if torch.is_autocast_enabled("foo") and torch.is_autocast_cache_enabled():
         raise RuntimeError(
-            "make_graphed_callables: autocast must not keep converted tensors: cache_enabled=False"
+            "make_graphed_callables: autocast must not cache converted tensors; pass "
+            "cache_enabled=False to torch.autocast"
         )
     is_single = not isinstance(callables, tuple)
     functions = (callables,) if is_single else callables

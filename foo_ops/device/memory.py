@@ -184,7 +184,10 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
         >>> torch.foo.set_per_process_memory_fraction(1.0)
     """
     if not isinstance(fraction, float):
-        raise TypeError(f"fraction must be a float, got {type(fraction).__name__}")
+        raise TypeError(
+            "set_per_process_memory_fraction: fraction must be a float, got "
+            f"{type(fraction).__name__}"
+        )
     _C.set_memory_fraction(fraction, _index(device))
 
 
@@ -456,8 +459,8 @@ class MemPool:
 
 
 _ONE_ALLOCATOR = (
-    "foo has one allocator, and takes no other: its memory is that of the host, which a program "
-    "can allocate itself and share through DLPack"
+    "device foo does not support other allocators; its memory is host memory, which a program can "
+    "allocate itself and share through DLPack"
 )
 
 

@@ -50,8 +50,8 @@ class ContextParallelMode(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if function in VARLEN:
             raise NotImplementedError(
-                "attention_varlen: context_parallel must not cut packed sequences; "
-                "foo_ops.distributed.ring_attention takes dense ones"
+                "attention_varlen: packed sequences are not supported within context_parallel; use "
+                "foo_ops.attention on dense sequences"
             )
         return function(*args, **kwargs)
 
@@ -63,8 +63,8 @@ class ContextParallelMode(TorchFunctionMode):
             argument = given.pop(name)
             if argument is not None and argument != DEFAULTS.get(name):
                 raise NotImplementedError(
-                    f"attention: {name} must not be given within context_parallel, where "
-                    "foo_ops.distributed.ring_attention is called, which takes the other arguments"
+                    f"attention: {name} must not be given within context_parallel, since "
+                    "foo_ops.distributed.ring_attention does not support this argument"
                 )
         return attend(
             query, key, value, None, group=self._group, is_balanced=self._is_balanced, **given

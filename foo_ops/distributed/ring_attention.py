@@ -100,7 +100,7 @@ def require_agreement(rank: int, its: dict[str, Any], first: dict[str, Any]) -> 
         if has_length and not is_balanced:
             expected = [*first_shape[:LENGTH], shape[LENGTH], *first_shape[LENGTH + 1 :]]
         if shape != expected:
-            lengths = " but for its length" if has_length and not is_balanced else ""
+            lengths = " except for the length" if has_length and not is_balanced else ""
             raise ValueError(
                 f"ring_attention: {name} must have the same shape on all processes{lengths}, got "
                 f"{first_shape} on rank 0 and {shape} on rank {rank}"

@@ -13,7 +13,7 @@ class FooAccelerator(Accelerator):
     def setup_device(self, device: torch.device) -> None:
         if device.type != "foo":
             raise ValueError(
-                f'lightning: device must be of type foo, got {device}; strategy="single_foo" has it'
+                f'lightning: device must be of type foo, got {device}; pass strategy="single_foo"'
             )
         torch.foo.set_device(device)  # type: ignore[attr-defined]
 

@@ -237,7 +237,7 @@ class Formula(_Gradients):
     def _one_by_one(self, name: str, gradient: Any, holds: _Holds) -> Sequence[Tensor | None]:
         """Return the gradients of a list's tensors, or raise if ``gradient`` does not fit."""
         if holds is None or holds == _ONE:
-            wanted = "None, since it is no tensor," if holds is None else "a Tensor or None"
+            wanted = "None" if holds is None else "a Tensor or None"
         elif gradient is None:
             return [None] * holds
         else:
@@ -245,8 +245,10 @@ class Formula(_Gradients):
             if is_list and all(it is None or isinstance(it, Tensor) for it in gradient):
                 return gradient
             wanted = f"a list of {holds} gradients (Tensor or None)"
+        reason = ", which is not a tensor" if holds is None else ""
         raise RuntimeError(
-            f"{self._name}: backward must return {wanted} for {name}, got {_described(gradient)}"
+            f"{self._name}: backward must return {wanted} for {name}{reason}, got "
+            f"{_described(gradient)}"
         )
 
 
@@ -468,7 +470,10 @@ def register_autograd(
     if callable(backward):
         formula = _formula(name, backward, setup_context)
     elif setup_context is not None:
-        raise TypeError(f"{name}: setup_context is for a formula in Python, backward=function")
+        raise TypeError(
+            f"{name}: setup_context must be None unless backward is a Python function, got "
+            f"{setup_context!r}"
+        )
     if backward is None and composite is None:
         raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
     if not (backward is None or callable(backward) or isinstance(backward, str)):
@@ -491,8 +496,8 @@ def register_autograd(
         keep(_C.register_backward_operator(name, backward, tangents), lib)
         note(BACKWARDS, name, backward, lib)
         message = (
-            f"{backward}: it computes the gradients of {name} and has no derivative itself; to get "
-            "one, give foo_ops.library.register_autograd a composite of it"
+            f"{backward}: it has no derivative, since it computes the gradients of {name}; to get "
+            "one, register a composite for it with foo_ops.library.register_autograd"
         )
         refuse_derivatives(backward, message, lib)
 
@@ -503,8 +508,8 @@ def _only_formula(
     """Return the formula for an operator of torch.library.custom_op, which takes nothing else."""
     if composite is not None or not callable(backward) or hasattr(backward, "_schema"):
         raise TypeError(
-            f"{op._qualname}: an operator of custom_op takes a formula in Python, "
-            "backward=function, and nothing else"
+            f"{op._qualname}: an operator of custom_op must have a Python function as backward and "
+            "no composite"
         )
     return backward
 
@@ -514,8 +519,8 @@ def _functional(name: str) -> OpOverload:
     schema = operator._schema
     if schema.is_mutable or not schema.returns:
         raise RuntimeError(
-            f"{name}: only a functional operator, which writes to no argument and has results, can "
-            f"have a formula, got {schema}"
+            f"{name}: an operator with a formula must write to no argument and have results, got "
+            f"{schema}"
         )
     return operator
 

@@ -82,8 +82,8 @@ def make_strategy(operator: OpOverload) -> Callable[[OpSchema], OpStrategy]:
         if not strategies:
             name, placements = next((n, p) for n, p in zip(inputs, placed) if n in written)
             raise NotImplementedError(
-                f"{operator.name()}: {name} is written and cannot be redistributed, and must be "
-                f"placed as the operator can be cut ({rule(*given.values())}), got "
+                f"{operator.name()}: {name} is written and cannot be redistributed, so its "
+                f"placements must follow the sharding {rule(*given.values())}, got "
                 f"{', '.join(map(repr, placements))}"
             )
         return OpStrategy(strategies)

@@ -362,8 +362,8 @@ def _variants(
     def results(dtype: torch.dtype) -> tuple[torch.dtype | None, ...] | None:
         if isinstance(result_type, Mapping) and dtype not in result_type:
             raise TypeError(
-                "elementwise_kernel: result_type must have an entry for each of dtypes, and has "
-                f"none for {dtype}"
+                "elementwise_kernel: result_type must have an entry for each of dtypes, got none "
+                f"for {dtype}"
             )
         type_ = result_type[dtype] if isinstance(result_type, Mapping) else result_type
         if type_ is None or isinstance(type_, torch.dtype):
@@ -381,7 +381,7 @@ def _result_types(
     results = variant.results or (None,) * count
     if len(results) != count:
         raise TypeError(
-            f"{operator.name()}: result_type must have {count} dtypes as the operator has results, "
+            f"{operator.name()}: result_type must have {count} dtypes, one for each result, "
             f"got {len(results)}"
         )
     return tuple(result or dtype for result in results)
@@ -409,8 +409,8 @@ def refuse_other_backward(name: str, backward: Backward | None) -> None:
         is_ours = defined in BACKWARD_SCHEMAS or is_declared(defined)
         if has_kernel(defined) and not is_ours:
             raise ValueError(
-                f"{name}: backward defines the operator {defined}, which must not be there "
-                f"already, got {find(defined)._schema}"
+                f"{name}: backward defines the operator {defined}, which must not exist yet, "
+                f"got {find(defined)._schema}"
             )
         backward = backward.backward if isinstance(backward, ElementwiseKernel) else None
 
@@ -435,9 +435,9 @@ def _register_backward(
     derivative.register(find(f"{name}_backward"), keys, lib)
     if derivative.backward is None:
         message = (
-            f"{name}: its backward= has no derivative: give it as "
-            "elementwise_kernel(function, backward=...), or give the operator a formula with "
-            "foo_ops.library.register_autograd instead of backward="
+            f"{name}: backward= has no derivative; pass elementwise_kernel(function, "
+            "backward=...) as backward=, or register a formula with "
+            "foo_ops.library.register_autograd instead"
         )
         refuse_derivatives(f"{name}_backward", message, lib)
 

@@ -61,8 +61,8 @@ def require_function(what: str, value: Any) -> None:
     function = getattr(value, "py_func", value)
     if inspect.isgeneratorfunction(function):
         raise TypeError(
-            f"{what} a function that returns, since kernels cannot have generators, and "
-            f"{describe(function)} yields in line {line_of(function, 'yield')}"
+            f"{what} a function without yield, got {describe(function)}, which yields in line "
+            f"{line_of(function, 'yield')}"
         )
 
 
@@ -157,8 +157,8 @@ class NumbaKernel(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{self.function.__name__} is a kernel, and an operator calls it: give it to one with "
-            "foo_ops.library.register_kernel"
+            f"{self.function.__name__} is a kernel and cannot be called directly; register it for "
+            "an operator with foo_ops.library.register_kernel"
         )
 
 
@@ -166,7 +166,7 @@ def _refuse_derivatives(operator: OpOverload, lib: torch.library.Library | None)
     """Make the operator refuse to be differentiated until a derivative is registered."""
     way = "register_variant_autograd" if operator._schema.is_mutable else "register_autograd"
     message = (
-        f"{operator.name()}: it has no derivative; to get one, use foo_ops.library.{way}, or else "
+        f"{operator.name()}: it has no derivative; to get one, use foo_ops.library.{way}, or "
         "call it under torch.no_grad() or with detached tensors"
     )
     refuse_derivatives(operator.name(), message, lib)
@@ -177,8 +177,8 @@ def _check_returned(operator: OpOverload, parameters: Sequence[Parameter]) -> No
     for parameter in parameters:
         if returns_written and parameter.is_optional and parameter.role != "read":
             raise TypeError(
-                f"{operator.name()}: an argument that it writes and returns must not be optional, "
-                f"got {parameter.name}"
+                f"{operator.name()}: an argument that is written and returned must not be "
+                f"optional, got {parameter.name}"
             )
 
 

@@ -57,7 +57,7 @@ def register_nested_rows(
     names = [argument.name for argument in operator._schema.arguments]
     for row in rows:
         if row not in names:
-            raise ValueError(f"{name}: rows must be among its arguments {names}, got {row!r}")
+            raise ValueError(f"{name}: rows must be among the arguments {names}, got {row!r}")
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
         given = dict(zip(names, inputs)) | keywords
@@ -93,7 +93,7 @@ def _require_same_parts(
     for argument in others:
         if _places_of(tensors[first]) != _places_of(tensors[argument]):
             raise ValueError(
-                f"{operator}: {argument} must be nested in the same parts as {first}, got shapes "
+                f"{operator}: {argument} must be ragged like {first}, got shapes "
                 f"{list(tensors[argument].shape)} and {list(tensors[first].shape)}"
             )
     nested = tensors[first]
@@ -109,7 +109,7 @@ def _require_jagged(operator: str, argument: str, tensor: Tensor, elementwise: b
         )
     if tensor._ragged_idx == tensor.dim() - 1 and not elementwise:
         raise NotImplementedError(
-            f"{operator}: {argument} must not have its parts side by side in the last dimension, "
+            f"{operator}: {argument} must not be ragged in the last dimension, "
             f"got shape {list(tensor.shape)}"
         )
 

@@ -192,7 +192,7 @@ class _Operator:
         self._tensors = [p.name for p in parameters if p.default is p.empty]
         self._scalars = [p for p in parameters if p.default is not p.empty]
         if not self._tensors:
-            raise self._error("needs an argument without a default, which is a tensor")
+            raise self._error("must take at least one tensor, an argument without a default")
         self._widest = max((self._element(name) for name in self._tensors), key=_ORDER.index)
         self.dtypes = _DTYPES[self._widest]
         elements = {name: self._element(name) for name in self._tensors}
@@ -209,7 +209,7 @@ class _Operator:
                 raise self._error(f"must take a fixed number of arguments, got {parameter}")
             if re.fullmatch(r"out\d*", parameter.name):
                 raise self._error(
-                    f"must not call an argument {parameter.name}, as those of {self.name}.out are"
+                    f"must not have an argument {parameter.name}, since {self.name}.out has one"
                 )
 
     def _error(self, message: str) -> TypeError:
@@ -264,10 +264,12 @@ class _Operator:
         if not is_finite(default):
             raise self._error(
                 f"must give {parameter.name} a finite default, since schemas have no other, got "
-                f"{default}; float | None = None may stand for it"
+                f"{default}; write float | None = None instead"
             )
         if type_.startswith("str") and default not in (None, *choices_in(hint)):
-            raise self._error(f"must give {parameter.name} one of its choices, got {default!r}")
+            raise self._error(
+                f"must give {parameter.name} one of its choices as default, got {default!r}"
+            )
         return f"{type_} {parameter.name}={schema_default(default)}"
 
     def schemas(self) -> list[tuple[str, str, tuple[torch.Tag, ...]]]:

@@ -252,9 +252,9 @@ def _parameter(operator: OpOverload, argument: Argument) -> Parameter:
     kind = _KINDS.get(str(type_))
     if kind is None:
         raise TypeError(
-            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, Tensor[], "
-            "Scalar, float, int, bool, float[], int[], str, ScalarType and Generator, and optional "
-            f"ones; {argument.name} is {type_}"
+            f"{operator.name()}: {argument.name} must be Tensor, Tensor[], Scalar, float, int, "
+            "bool, float[], int[], str, ScalarType or Generator, or an optional one of these, for "
+            f"a kernel of Numba, got {type_}"
         )
     if kind == "generator":
         # A kernel gets a seed, whether or not a generator is given.
@@ -270,7 +270,7 @@ def _generator(operator: OpOverload, name: str) -> Parameter:
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         raise TypeError(
             f"{operator.name()}: an operator with a generator must have the tag "
-            "torch.Tag.nondeterministic_seeded, or torch.compile may call it once for two calls"
+            "torch.Tag.nondeterministic_seeded, or torch.compile may merge two calls into one"
         )
     return Parameter(name, "generator", False, "read")
 
@@ -377,8 +377,8 @@ def with_choices(
             choices = choices or (inherited or {}).get(parameter.name, ())
             if not choices:
                 raise TypeError(
-                    f"{operator.name()}: {parameter.name} is str, and its kernel must say which "
-                    f"texts there are: annotate {name} in {describe(function)} with "
+                    f"{operator.name()}: {parameter.name} is str, so the kernel must list its "
+                    f"choices: annotate {name} in {describe(function)} with "
                     'typing.Literal["a", "b"]'
                 )
             parameter = dataclasses.replace(parameter, choices=choices)

@@ -25,13 +25,13 @@ def refuse_whole(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
         if parameter.kind == "tensors":
             raise TypeError(
-                f"{operator.name()}: an elementwise kernel takes no lists of tensors, got "
-                f"{parameter.name}; a tile_kernel does"
+                f"{operator.name()}: an elementwise kernel must not take a list of tensors, "
+                f"got {parameter.name}; use a tile_kernel"
             )
         if parameter.kind == "generator":
             raise TypeError(
-                f"{operator.name()}: an elementwise kernel takes no generator, since it does not "
-                f"know which element it computes, got {parameter.name}; a tile_kernel does"
+                f"{operator.name()}: an elementwise kernel must not take a generator, since it "
+                f"does not know its element, got {parameter.name}; use a tile_kernel"
             )
 
 
@@ -43,8 +43,10 @@ def check_parameters(
 ) -> None:
     inputs = [p for p in parameters if p.role != "out"]
     if not any(p.is_tensor and not p.is_optional and p.name not in own for p in inputs):
-        kind = "tensor that is promoted" if own else "tensor"
-        raise TypeError(f"{operator.name()}: an elementwise kernel needs a {kind}")
+        kind = "neither optional nor in own_dtypes" if own else "not optional"
+        raise TypeError(
+            f"{operator.name()}: an elementwise kernel must take a tensor that is {kind}"
+        )
     read = [p.name for p in parameters if p.is_tensor and p.role == "read"]
     for name in set(own) - set(read):
         raise TypeError(
@@ -56,8 +58,8 @@ def check_parameters(
         if taken != len(inputs):
             names = ", ".join(p.name for p in inputs)
             raise TypeError(
-                f"{operator.name()}: its kernel must take {len(inputs)} arguments ({names}), and "
-                f"{describe(function)} takes {taken}"
+                f"{operator.name()}: its kernel must take {len(inputs)} arguments ({names}), got "
+                f"{describe(function)}, which takes {taken}"
             )
 
 
@@ -71,8 +73,8 @@ def check_returned(operator: OpOverload, functions: Functions, results: int) -> 
             if count not in (None, 0, results):
                 raise TypeError(
                     f"{operator.name()}: its kernel must return {results} "
-                    f"value{'s' * (results != 1)}, one for each result, and "
-                    f"{describe(function)} returns {count} in line {line}"
+                    f"value{'s' * (results != 1)}, one for each result, got "
+                    f"{describe(function)}, which returns {count} in line {line}"
                 )
 
 
@@ -86,8 +88,8 @@ def require_no_result(function: Callable[..., Any]) -> None:
     for count, line in returned_counts(function):
         if count != 0 and function.__name__ != "<lambda>":
             raise TypeError(
-                "a tile kernel writes its results, which are arguments, and must return nothing: "
-                f"{describe(function)} returns a value in line {line}"
+                "a tile kernel must write its results to its arguments and return nothing, got "
+                f"{describe(function)}, which returns a value in line {line}"
             )
 
 
@@ -96,8 +98,8 @@ def require_verdict(function: Callable[..., Any]) -> None:
     for count, line in returned_counts(function):
         if count not in (1, None):
             raise TypeError(
-                "a tile kernel with refuse and without check must return True, or False where it "
-                f"cannot use what it reads: {describe(function)} returns "
+                "a tile kernel with refuse and without check must return True, or False to refuse "
+                f"its arguments, got {describe(function)}, which returns "
                 f"{'nothing' if count == 0 else f'{count} values'} in line {line}"
             )
 
@@ -114,8 +116,8 @@ def require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch]
     taken = names[-1 - len(given) : -1]
     if taken != list(given):
         raise TypeError(
-            f"tile_kernel: scratch has {', '.join(given)}, which {describe(function)} must take "
-            f"before its tiles, and it takes {', '.join(taken)}"
+            f"tile_kernel: {describe(function)} must take the scratch memory ({', '.join(given)}) "
+            f"before its tiles, got {', '.join(taken)}"
         )
 
 
@@ -123,9 +125,9 @@ def check_late_refusal(operator: OpOverload, parameters: Sequence[Parameter]) ->
     for parameter in parameters:
         if parameter.role == "in place" or parameter.kind == "generator":
             raise TypeError(
-                f"{operator.name()}: a kernel that returns whether it could use what it read must "
-                f"write to no argument and draw no random numbers, and {parameter.name} is "
-                f"{'drawn from' if parameter.kind == 'generator' else 'written'}: give it check="
+                f"{operator.name()}: a kernel that returns False to refuse its arguments must "
+                f"write to no argument and draw no random numbers, got {parameter.name}, which is "
+                f"{'drawn from' if parameter.kind == 'generator' else 'written'}; use check="
             )
 
 
@@ -140,7 +142,8 @@ def check_lists(operator: OpOverload, parameters: Sequence[Parameter]) -> None:
     for result in operator._schema.returns:
         if str(result.real_type) not in ("Tensor", "Optional[Tensor]"):
             raise TypeError(
-                f"{operator.name()}: the results of a tile kernel are tensors, got {result.type}"
+                f"{operator.name()}: the results of a tile kernel must be tensors, got "
+                f"{result.type}"
             )
 
 
@@ -150,6 +153,6 @@ def refuse_scalars_alone(operator: OpOverload, parameters: Sequence[Parameter]) 
     for parameter in parameters:
         if parameter.kind == "scalar":
             raise TypeError(
-                f"{operator.name()}: a Scalar comes in the compute type of the first tensor that "
-                f"is always there, and there is none for {parameter.name}"
+                f"{operator.name()}: an operator with a Scalar must have a tensor that is not "
+                f"optional, which gives the Scalar its type, got none for {parameter.name}"
             )

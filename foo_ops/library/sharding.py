@@ -164,8 +164,8 @@ def _refuse_lists(operator: OpOverload) -> None:
     types = [str(argument.type) for argument in operator._schema.arguments]
     if any("List" in type_ and "Tensor" in type_ for type_ in types):
         raise TypeError(
-            f"{operator.name()}: register_sharding is for operators without lists of tensors; "
-            "torch.distributed.tensor.experimental.register_sharding takes others"
+            f"{operator.name()}: register_sharding does not support lists of tensors; use "
+            "torch.distributed.tensor.experimental.register_sharding"
         )
 
 

@@ -126,9 +126,8 @@ def _fake_in_place(operator: OpOverload, parameters: Sequence[Parameter]) -> Fak
         twin = _twin(operator, parameters)
         if twin is None or not _has_fake(twin):
             raise RuntimeError(
-                f"{operator.name()}: the results of a tile kernel are allocated as the operator's "
-                "fake kernel says, and it has none: register one with "
-                "foo_ops.library.register_fake"
+                f"{operator.name()}: a tile kernel needs a fake kernel, which says how its results "
+                "are allocated: register one with foo_ops.library.register_fake"
             )
         given = dict(zip(names, args)) | kwargs
         renamed = dict(zip(names, (it.name for it in twin._schema.arguments)))
@@ -293,8 +292,8 @@ class TileKernel(NumbaKernel):
         }
         if self.tiles is None and not any(p.is_tensor and not p.is_optional for p in parameters):
             raise TypeError(
-                f"{operator.name()}: without a tensor that is always there, tile_kernel must be "
-                "given the number of tiles, tiles=..."
+                f"{operator.name()}: tile_kernel must be given tiles=..., the number of tiles, if "
+                "no tensor is always there"
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
         described = [
@@ -377,7 +376,7 @@ class TileKernel(NumbaKernel):
             if parameter not in arguments:
                 raise TypeError(
                     f"{operator.name()}: {name} must take arguments that the kernel has "
-                    f"({', '.join(arguments)}), and {describe(function)} takes {parameter}"
+                    f"({', '.join(arguments)}), got {parameter} in {describe(function)}"
                 )
         return tuple(map(names.index, inspect.signature(function).parameters))
 
@@ -494,7 +493,9 @@ def tile_kernel(
 
     def make(function: Callable[..., Any]) -> TileKernel:
         if check is not None and refuse is None:
-            raise TypeError("tile_kernel: check must come with refuse, which raises what is wrong")
+            raise TypeError(
+                "tile_kernel: check must be given together with refuse, which raises the error"
+            )
         require_function("tile_kernel must be given", function)
         for name, other in {"tiles": tiles, "finish": finish, "check": check}.items():
             if other is not None:
@@ -525,7 +526,7 @@ def _position_of_like(
     tensors = [argument for argument, kind in zip(names, kinds) if kind == "tensor"]
     if like not in tensors:
         raise TypeError(
-            f"{operator.name()}: scratch {name} must be like a tensor that is always there "
+            f"{operator.name()}: scratch {name} must be like a tensor that is not optional "
             f"({', '.join(tensors)}), got {like}"
         )
     return names.index(like)
@@ -553,5 +554,6 @@ def _results(
     arguments = [*(p.name for p in parameters), *["result"] * fresh, *scratch, "tiles"]
     raise TypeError(
         f"{operator.name()}: its kernel must take {len(arguments)} arguments "
-        f"({', '.join(arguments)}), and {describe(function)} takes {count_parameters(function)}"
+        f"({', '.join(arguments)}), got {describe(function)}, which takes "
+        f"{count_parameters(function)}"
     )

@@ -138,8 +138,7 @@ def require_mapped(name: str, argument: str, in_dim: Any) -> None:
     """Refuse to write to a tensor or list that is not mapped, and so shared by all elements."""
     if None in (in_dim if isinstance(in_dim, (list, tuple)) else [in_dim]):
         raise RuntimeError(
-            f"{name}: {argument} is written, and must be mapped by torch.vmap as other arguments "
-            "are"
+            f"{name}: {argument} is written, so torch.vmap must map it like the other arguments"
         )
 
 

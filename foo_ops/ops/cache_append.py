@@ -206,12 +206,12 @@ def fake(
                 f"{NAME}: {name} must be {dtype_name(cache.dtype)} as {name}_cache is, "
                 f"got {dtype_name(tensors[name].dtype)}"
             )
-    require_shape(NAME, "positions", positions, key.shape[:1], "as key has sequences")
+    require_shape(NAME, "positions", positions, key.shape[:1], "to match the batch of key")
     require_index(positions=positions)
     if block_table is not None:
         columns = block_table.shape[-1] if block_table.dim() else 0
         require_shape(
-            NAME, "block_table", block_table, (key.shape[0], columns), "as key has sequences"
+            NAME, "block_table", block_table, (key.shape[0], columns), "to match the batch of key"
         )
         require_index(block_table=block_table)
 

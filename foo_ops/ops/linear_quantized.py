@@ -139,7 +139,7 @@ def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None
     if weight.dtype != expected:
         raise TypeError(
             f"{name}: weight must be {dtype_name(expected)} "
-            f"{'without' if zero is None else 'with'} zero, got {dtype_name(weight.dtype)}"
+            f"if zero is {'None' if zero is None else 'given'}, got {dtype_name(weight.dtype)}"
         )
     _require_dimensions(name, "weight", weight, "N", "K" if zero is None else "K / 2")
     _require_dimensions(name, "scale", scale, "N", *(() if zero is None else ("K / group_size",)))
@@ -147,8 +147,11 @@ def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None
     require_device(name, weight=weight, scale=scale, zero=zero)
     rows = weight.shape[0]
     if not holds(scale.shape[0] == rows):
-        kind = "elements as weight has rows" if zero is None else "rows as weight has"
-        raise ValueError(f"{name}: scale must have {rows} {kind}, got {scale.shape[0]}")
+        kind = "elements" if zero is None else "rows"
+        raise ValueError(
+            f"{name}: scale must have {rows} {kind}, one for each row of weight, got "
+            f"{scale.shape[0]}"
+        )
     if zero is not None:
         _check_groups(name, 2 * weight.shape[1], scale.shape[1])
         require_like(name, "zero", zero, "scale", scale)
@@ -160,8 +163,8 @@ def _check_groups(function: str, elements: int, groups: int) -> None:
         fits = either(fits, elements == groups * size)
     if not holds(fits):
         raise ValueError(
-            f"{function}: scale must have columns for groups of 32, 64 or 128, "
-            f"got {groups} for {elements} elements"
+            f"{function}: scale must have a column for each 32, 64 or 128 of the {elements} "
+            f"elements of a row, got {groups}"
         )
 
 

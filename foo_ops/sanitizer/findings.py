@@ -75,7 +75,7 @@ class Access:
             return {"allocation": "allocated again", "free": "freed"}[
                 self.deed
             ] + f" on {self.place}"
-        return f"{verb} {self.operator or 'code that is no operator'} on {self.place}"
+        return f"{verb} {self.operator or 'code outside of operators'} on {self.place}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Finding:
         for title, access in (("now", self.now), ("before", self.before), ("used", self.user)):
             if access is not None:
                 lines += [f"{title}: {access}", *map(str, access.own_stack)]
-        return "\n".join([*lines, f"To make it right: {self.advice}"])
+        return "\n".join([*lines, f"To fix this: {self.advice}"])
 
 
 class SanitizerError(RuntimeError):
@@ -162,40 +162,40 @@ def _stream(access: Access | None) -> str:
 def _advice_for_race(finding: Finding) -> str:
     later, earlier = _stream(finding.now), _stream(finding.before)
     return (
-        f"let the one stream wait for the other: {later}.wait_stream({earlier}), or an event that "
-        "is recorded after the first access and waited for before the second."
+        f"let one stream wait for the other, {later}.wait_stream({earlier}), or record an event "
+        "after the first access and wait for the event before the second."
     )
 
 
 def _advice_for_use_after_free(finding: Finding) -> str:
     return (
         f"call tensor.record_stream({_stream(finding.user)}) before the tensor is freed, or let "
-        f"{_stream(finding.before)} wait for it before."
+        f"{_stream(finding.before)} wait for {_stream(finding.user)} before."
     )
 
 
 def _advice_for_host_read(finding: Finding) -> str:
     return (
-        f"wait for the copy before the host reads it: {_stream(finding.before)}.synchronize(), or "
-        "an event's, or copy with non_blocking=False."
+        f"wait for the copy before the host reads: call {_stream(finding.before)}.synchronize(), "
+        "synchronize an event, or copy with non_blocking=False."
     )
 
 
 def _advice_for_host_write(finding: Finding) -> str:
     return (
-        f"wait for the copy before the host writes there: {_stream(finding.before)}.synchronize() "
-        "or an event's, or write to another buffer."
+        f"wait for the copy before the host writes: call {_stream(finding.before)}.synchronize(), "
+        "synchronize an event, or write to another buffer."
     )
 
 
 def _advice_for_uninitialized_read(finding: Finding) -> str:
-    return (
-        "write the tensor before it is read, or make it with torch.zeros in place of torch.empty."
-    )
+    return "write the tensor before reading it, or use torch.zeros in place of torch.empty."
 
 
 def _advice_for_host_access(finding: Finding) -> str:
-    return "copy the tensor to the CPU first: tensor.cpu(); its data_ptr() is for kernels alone."
+    return (
+        "copy the tensor to the CPU first with tensor.cpu(); only kernels may use its data_ptr()."
+    )
 
 
 _ADVICE = {

@@ -50,9 +50,8 @@ def hint_at_junk(values: Tensor) -> str:
     if count == 0 or values.dtype == torch.bool:
         return ""
     return (
-        f". {count} of them are {nothing.item()}: memory that nobody has written is full of it "
-        "here. So the kernel leaves elements unwritten, or reads fresh memory, or reads beside "
-        "its input"
+        f". {count} of them are {nothing.item()}, which fills fresh memory during this check: the "
+        "kernel leaves elements unwritten, or reads fresh memory, or reads outside of its input"
     )
 
 

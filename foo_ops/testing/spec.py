@@ -158,8 +158,8 @@ def expected_gradients(
     outputs = exact_sample.call(spec.reference)
     if not any(output.requires_grad for output in outputs):
         raise AssertionError(
-            "no output of the reference requires a gradient: write it in torch's operators, or say "
-            "differentiable=False in the OpSpec"
+            "no output of the reference requires a gradient: write it with torch's operators, or "
+            "set differentiable=False in the OpSpec"
         )
     tensors = exact_sample.differentiable()
     expected = gradients_of(outputs, tensors, cotangents, once=False)
@@ -318,7 +318,9 @@ class OpSpec:
         if self.draws == 1 or self.draws < 0:
             raise ValueError(f"OpSpec({self}): draws must be 0 or at least 2, got {self.draws}")
         if self.statistic is not None and not self.draws:
-            raise ValueError(f"OpSpec({self}): a statistic must come with draws, got none")
+            raise ValueError(
+                f"OpSpec({self}): a statistic must be given together with draws, got none"
+            )
         for field in ("essential", "in_layouts"):
             for name in getattr(self, field):
                 if name not in self.samples:
@@ -408,8 +410,8 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     )
     if len(outputs) != len(expected):
         raise AssertionError(
-            f"it has {len(outputs)} outputs, its reference {len(expected)}"
-            + ", the arguments that it writes included" * spec.mutates
+            f"the operator has {len(outputs)} outputs, but its reference {len(expected)}"
+            + ", counting the arguments that are written" * spec.mutates
         )
     if budgets is None:
         allowed = partial(tolerance, spec.tolerances)
@@ -486,7 +488,8 @@ def assert_within(
     """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree."""
     if actual.shape != expected.shape:
         raise AssertionError(
-            f"{what} has shape {tuple(actual.shape)}, that of the reference {tuple(expected.shape)}"
+            f"{what} must have shape {tuple(expected.shape)} as the reference has, got "
+            f"{tuple(actual.shape)}"
         )
     value, expected = (t.byte() if t.dtype == torch.bool else t for t in (exact(actual), expected))
     error = (value - expected).abs()
@@ -499,7 +502,7 @@ def assert_within(
     excess = torch.where(wrong, (error / budget).nan_to_num(math.inf, math.inf), 0)
     worst = excess.flatten().argmax()
     place = tuple(int(index) for index in torch.unravel_index(worst, excess.shape))
-    allowed_by = f": tolerances= or {knob} of the OpSpec says how much" if knob else ""
+    allowed_by = f" (by tolerances= or {knob} of the OpSpec)" if knob else ""
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "
@@ -557,7 +560,7 @@ def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
     found = means(call, spec.draws)
     if len(found) != len(expected):
         raise AssertionError(
-            f"its {'statistic' if spec.statistic else 'call'} gives {len(found)} tensors, its "
+            f"the {'statistic' if spec.statistic else 'call'} gives {len(found)} tensors, but the "
             f"reference {len(expected)}"
         )
     for position, (mean, value) in enumerate(zip(found, expected)):

@@ -76,8 +76,8 @@ def test_folder_that_others_may_write(cache, mode):
     printed, logged = run(PROGRAM, cache)
     assert printed == COMPILED
     assert logged == (
-        f"compiled kernels are not kept, since {cache} cannot be used: others than its owner may "
-        "write to it"
+        f"compiled kernels are not kept, since {cache} cannot be used: users other than its "
+        "owner may write to it"
     )
     assert sorted(cache.iterdir()) == before
 
@@ -88,7 +88,7 @@ def test_files_that_others_may_write(cache, mode):
         path.chmod(mode)
     printed, logged = run(PROGRAM, cache)
     assert printed == COMPILED
-    assert logged.count("is compiled again: others than its owner may write to it") == 2
+    assert logged.count("is compiled again: users other than its owner may write to it") == 2
     # Both files have been replaced.
     assert modes(cache) == {0o700, 0o600}
     assert run(PROGRAM, cache) == (LOADED, "")

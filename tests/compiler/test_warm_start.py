@@ -115,9 +115,12 @@ def test_products_are_not_left_to_torch(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["norm"], "foo_ops.compile: there is no operator norm; there are abs, attention, "),
-        ([], "foo_ops.compile: name operators, or --all: abs, attention, "),
-        (["abs", "--all"], "foo_ops.compile: name operators, or --all: abs, attention, "),
+        (
+            ["norm"],
+            "foo_ops.compile: there is no operator norm; the operators are abs, attention, ",
+        ),
+        ([], "foo_ops.compile: name operators or pass --all; the operators are abs, "),
+        (["abs", "--all"], "foo_ops.compile: name operators or pass --all; the operators are "),
     ],
 )
 def test_wrong_names(tmp_path, arguments, message):

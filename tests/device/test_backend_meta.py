@@ -74,7 +74,7 @@ def test_file_for_the_cpu(tensor):
 
 
 def test_only_tensors_of_foo_take_it():
-    with pytest.raises(ValueError, match="foo: tensor must be a dense one on foo, got one on cpu"):
+    with pytest.raises(ValueError, match="foo: tensor must be dense and on foo, got one on cpu"):
         torch.foo.set_backend_meta(torch.ones(2), 1, 2)
 
 

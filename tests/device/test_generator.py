@@ -120,7 +120,7 @@ def test_there_is_no_offset():
     generator = torch.Generator("foo")
     assert generator.get_offset() == 0
     with pytest.raises(
-        ValueError, match="foo: the generator has no offset, so it must be 0, got 4"
+        ValueError, match="foo: offset must be 0, since the generator has none, got 4"
     ):
         generator.set_offset(4)
 

@@ -144,13 +144,14 @@ def test_graphed_callables_refuse():
     x = torch.zeros(3, device="foo")
     with pytest.raises(TypeError) as error:
         make(lambda x, y: x, (x, 3))
-    assert str(error.value) == "make_graphed_callables: sample_args must be tensors, and no others"
+    assert str(error.value) == "make_graphed_callables: sample_args must be tensors, got int"
     model = nn.Linear(3, 3, device="foo")
     model.register_forward_hook(print)
     with pytest.raises(ValueError) as error:  # noqa: PT011
         make(model, (x,))
     assert str(error.value) == (
-        "make_graphed_callables: modules must have no hooks yet: register them afterwards"
+        "make_graphed_callables: modules must have no hooks when they are passed; register hooks "
+        "afterwards"
     )
     model = nn.Module()
     model.register_buffer("buffer", torch.ones(3, device="foo", requires_grad=True))
@@ -162,5 +163,6 @@ def test_graphed_callables_refuse():
     with pytest.raises(RuntimeError) as error, torch.autocast("foo", dtype=torch.bfloat16):
         make(lambda x: x, (x,))
     assert str(error.value) == (
-        "make_graphed_callables: autocast must not keep converted tensors: cache_enabled=False"
+        "make_graphed_callables: autocast must not cache converted tensors; pass "
+        "cache_enabled=False to torch.autocast"
     )

@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 COPY = "aten::copy_: cannot be captured in a graph: a copy between cpu and foo needs pinned memory and non_blocking=True"  # noqa: E501
 WAITS = "cannot be captured in a graph: the host would wait for the device"
-STREAM = "cannot be captured in a graph: the host would wait for a stream that is captured"
+STREAM = "cannot be captured in a graph: the host would wait for a stream that is being captured"
 DENSE = (
     "cannot be captured in a graph: its tensors must be dense, got one that is quantized, sparse "
     "or nested"
@@ -47,7 +47,7 @@ REFUSED = {
     "pageable": (lambda x: x.copy_(torch.ones(6), non_blocking=True), COPY),
     "indices_of_the_cpu": (
         lambda x: x[torch.tensor([1, 2])],
-        "aten::index: cannot be captured in a graph: a tensor of the cpu would be copied to the "
+        "aten::index: cannot be captured in a graph: a tensor on the cpu would be copied to the "
         "device",
     ),
     "sparse": (lambda x: x.to_sparse(), f"aten::_to_sparse: {DENSE}"),
@@ -124,14 +124,14 @@ def test_wrong_order_of_calls():
     assert message_of(graph.instantiate) == "instantiate: nothing has been captured"
     assert message_of(graph.pool) == "pool: nothing has been captured"
     assert message_of(graph.capture_begin) == (
-        "capture_begin: the current stream is the default one: graphs are captured on another, and "
-        "can then be replayed on any"
+        "capture_begin: the current stream must not be the default one: capture on another stream, "
+        "and replay on any"
     )
     other = torch.foo.FooGraph()
     with torch.foo.graph(graph):
         tensor = torch.ones(3, device="foo")
         assert message_of(other.capture_begin) == (
-            "capture_begin: the current stream is captured already, by another graph"
+            "capture_begin: another graph is capturing the current stream"
         )
         assert message_of(graph.reset) == "reset: a capture is under way"
         with torch.foo.stream(torch.foo.Stream()):
@@ -141,7 +141,8 @@ def test_wrong_order_of_calls():
             assert message_of(other.replay) == "replay: nothing has been captured"
     with torch.foo.stream(torch.foo.Stream()):
         assert message_of(graph.capture_begin) == (
-            "capture_begin: this graph has been captured already: reset() it, or take another"
+            "capture_begin: this graph has been captured already: call reset(), or use another "
+            "graph"
         )
         other.capture_begin()
         assert message_of(graph.replay) == "replay: a graph is being captured"

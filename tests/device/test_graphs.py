@@ -339,7 +339,7 @@ def test_a_graph_can_be_kept_and_written_down(tmp_path):
     with torch.foo.graph(graph):
         y = x.exp() + 1
     graph.instantiate()
-    with pytest.raises(RuntimeError, match=r"debug_dump: call enable_debug_mode\(\) before"):
+    with pytest.raises(RuntimeError, match=r"debug_dump: call enable_debug_mode\(\) first"):
         graph.debug_dump(str(tmp_path / "graph.dot"))
     graph.enable_debug_mode()
     graph.debug_dump(str(tmp_path / "graph.dot"))

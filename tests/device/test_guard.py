@@ -229,6 +229,6 @@ def test_elapsed_time_of_two_devices():
     for index in range(2):
         events.append(torch.foo.Event(enable_timing=True))
         events[-1].record(torch.foo.default_stream(index))
-    message = "foo: both events must be of one device, got one of foo:0 and one of foo:1"
+    message = "foo: both events must be of the same device, got one of foo:0 and one of foo:1"
     with pytest.raises(RuntimeError, match=message):
         events[0].elapsed_time(events[1])

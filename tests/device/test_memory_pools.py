@@ -153,8 +153,8 @@ def test_a_pool_may_serve_others_when_memory_is_short(use_on_oom, expected):
 
 def test_other_allocators_are_refused():
     reason = (
-        "foo has one allocator, and takes no other: its memory is that of the host, which a "
-        "program can allocate itself and share through DLPack"
+        "device foo does not support other allocators; its memory is host memory, which a program "
+        "can allocate itself and share through DLPack"
     )
     with pytest.raises(NotImplementedError) as error:
         torch.foo.MemPool(allocator=object())

@@ -180,8 +180,8 @@ def test_an_operator_that_draws_only_from_the_cpu_s_generator_is_refused():
         noise = torch.ops.foo_random_test.noise
         assert noise(torch.zeros(3)).shape == (3,)
         message = (
-            "foo_random_test::noise draws random numbers and takes no generator, so that its "
-            "kernel for cpu cannot run on foo: register one for foo"
+            "foo_random_test::noise draws random numbers and takes no generator, so its "
+            "kernel for cpu cannot run on foo: register a kernel for foo"
         )
         with pytest.raises(NotImplementedError, match=message):
             noise(torch.zeros(3, device="foo"))

@@ -71,7 +71,7 @@ def test_errors():
     x, numbers = torch.ones(4, 3, device="foo"), torch.ones(2, 3, device="foo")
     with pytest.raises(ValueError, match=r"^foo: input must have at least 2 dimensions, got 1"):
         torch.batch_norm_stats(x[0], 1e-5)
-    message = "^foo: counts must have a number for each of the 2 processes, got 3"
+    message = "^foo: counts must have 2 elements, one for each process, got 3"
     with pytest.raises(ValueError, match=message):
         torch.batch_norm_gather_stats_with_counts(
             x, numbers, numbers, None, None, 0.1, 1e-5, torch.ones(3, device="foo")

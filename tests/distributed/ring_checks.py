@@ -242,20 +242,20 @@ def refused_in_context_parallel():
     with context_parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2] * 3):
         with refuses(
             NotImplementedError,
-            "attention: dropout_p must not be given within context_parallel, where "
-            "foo_ops.distributed.ring_attention is called, which takes the other arguments",
+            "attention: dropout_p must not be given within context_parallel, since "
+            "foo_ops.distributed.ring_attention does not support this argument",
         ):
             foo_ops.attention(query, key, value, dropout_p=0.5)
         with refuses(
             NotImplementedError,
-            "attention: attn_bias must not be given within context_parallel, where "
-            "foo_ops.distributed.ring_attention is called, which takes the other arguments",
+            "attention: attn_bias must not be given within context_parallel, since "
+            "foo_ops.distributed.ring_attention does not support this argument",
         ):
             foo_ops.attention(query, key, value, torch.zeros(8))
         with refuses(
             NotImplementedError,
-            "attention_varlen: context_parallel must not cut packed sequences; "
-            "foo_ops.distributed.ring_attention takes dense ones",
+            "attention_varlen: packed sequences are not supported within context_parallel; use "
+            "foo_ops.attention on dense sequences",
         ):
             foo_ops.attention_varlen(
                 *(torch.randn(4, 2, 8) for _ in range(3)), starts, starts,
@@ -274,8 +274,8 @@ def errors():
         ring_attention(query, key[..., :6] if rank == last else key, value)
     with refuses(
         ValueError,
-        "ring_attention: query must have the same shape on all processes but for its length, got "
-        f"[1, 2, 4, 8] on rank 0 and [2, 2, 4, 8] on rank {last}",
+        "ring_attention: query must have the same shape on all processes except for the length, "
+        f"got [1, 2, 4, 8] on rank 0 and [2, 2, 4, 8] on rank {last}",
     ):
         ring_attention(*(it.expand(1 + (rank == last), -1, -1, -1) for it in (query, key, value)))
     with refuses(

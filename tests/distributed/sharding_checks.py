@@ -358,8 +358,8 @@ def refused():
     x, scale = placed(randn(4, 8), mesh, [Shard(1)]), placed(randn(4), mesh, [Replicate()])
     with refuses(
         NotImplementedError,
-        "sharded::scale_rows_: input is written and cannot be redistributed, and must be placed "
-        "as the operator can be cut (... ., ... -> ... .), got Shard(dim=1)",
+        "sharded::scale_rows_: input is written and cannot be redistributed, so its placements "
+        "must follow the sharding ... ., ... -> ... ., got Shard(dim=1)",
     ):
         kit.scale_rows_(x, scale)
     query = placed(randn(2, 4, 3, 8), mesh, [Shard(1)])

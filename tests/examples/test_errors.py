@@ -52,7 +52,8 @@ WRONG_VALUES = [
     ("grid_sample", (f32(2, 3, 4), f32(2, 5, 5, 2)),
      "grid_sample: input must have 4 dimensions, got 3"),
     ("grid_sample", (f32(2, 3, 4, 4), f32(1, 5, 5, 2)),
-     "grid_sample: grid must have points of shape [2, P, 2] as there are images, got [1, 25, 2]"),
+     "grid_sample: grid must have points of shape [2, P, 2] to match the batch of input, got [1, "
+     "25, 2]"),
     ("grouped_linear", (f32(3), f32(2, 3, 4), i64(2)),
      "grouped_linear: input must have 2 dimensions, got 1"),
     ("grouped_linear", (f32(5, 3), f32(3, 4), i64(2)),
@@ -60,7 +61,7 @@ WRONG_VALUES = [
     ("grouped_linear", (f32(5, 3), f32(2, 4, 3), i64(2)),
      "grouped_linear: weight must have shape [G, 3, N] as input has columns, got [2, 4, 3]"),
     ("grouped_linear", (f32(5, 3), f32(2, 3, 4), i64(3)),
-     "grouped_linear: offsets must have shape [2] as there are groups, got [3]"),
+     "grouped_linear: offsets must have shape [2], one for each group, got [3]"),
     ("histogram", (f32(3), BINS | {"bins": 0}), "histogram: bins must be at least 1, got 0"),
     ("histogram", (f32(3), BINS | {"max": 0.0}),
      "histogram: max must be more than min, 0.0, got 0.0"),
@@ -69,14 +70,14 @@ WRONG_VALUES = [
     ("int8_linear", (f32(5), i8(3, 4), f32(3)),
      "int8_linear: weight must have shape [N, 5] as input's rows have elements, got [3, 4]"),
     ("int8_linear", (f32(4), i8(3, 4), f32(3), f32(2)),
-     "int8_linear: bias must have shape [3] as weight has rows, got [2]"),
+     "int8_linear: bias must have shape [3] to match the rows of weight, got [2]"),
     ("layer_norm", (f32(()),), "layer_norm: input must have at least 1 dimension, got 0"),
     ("layer_norm", (f32(2, 3), f32(3), f32(2)),
      "layer_norm: bias must have shape [3] as input's rows have, got [2]"),
     ("nms", (f32(3, 5), f32(3), {"iou_threshold": 0.5}),
      "nms: boxes must have shape [N, 4], got [3, 5]"),
     ("nms", (f32(3, 4), f32(2), {"iou_threshold": 0.5}),
-     "nms: scores must have shape [3] as there are boxes, got [2]"),
+     "nms: scores must have shape [3], one for each box, got [2]"),
     ("nms", (f32(3, 4), f32(3), {"iou_threshold": 1.5}),
      "nms: iou_threshold must be in [0, 1], got 1.5"),
     ("quantize", (f32(()),), "quantize: input must have at least 1 dimension, got 0"),
@@ -93,7 +94,7 @@ WRONG_VALUES = [
      "spectral_filter: gain must have shape [3] as input's rows have, got [2]"),
     ("stencil", (f32(3), {"rate": 0.1}), "stencil: input must have at least 2 dimensions, got 1"),
     ("top_k", (f32(()), 0), "top_k: input must have at least 1 dimension, got 0"),
-    ("top_k", (f32(3), 4), "top_k: k must be in [0, 3] as input's rows have elements, got 4"),
+    ("top_k", (f32(3), 4), "top_k: k must be in [0, 3], the elements of a row, got 4"),
 ]  # fmt: skip
 WRONG_DTYPES = [
     ("causal_conv1d", (i64(1, 2, 3), f32(2, 4)),
@@ -171,24 +172,24 @@ def test_wrong_input(name, arguments, message, error, device):
 
 WRONG_CONTENTS = [
     ("embedding_bag", (f32(3, 2), i64(2) + 3, i64(1)), IndexError,
-     "embedding_bag: indices must be in [0, 3) as weight has rows, got 3"),
+     "embedding_bag: indices must be in [0, 3), the rows of weight, got 3"),
     ("embedding_bag", (f32(3, 0), i64(2) + 3, i64(1)), IndexError,
-     "embedding_bag: indices must be in [0, 3) as weight has rows, got 3"),
+     "embedding_bag: indices must be in [0, 3), the rows of weight, got 3"),
     ("embedding_bag", (f32(3, 2), i64(2), i64(2) + 1), ValueError,
-     "embedding_bag: offsets must begin with 0, not decrease and be at most 2 as there are "
-     "indices, got [1, 1]"),
+     "embedding_bag: offsets must begin with 0, not decrease and be at most 2, the number "
+     "of indices, got [1, 1]"),
     ("embedding_bag", (f32(3, 2), i64(2), torch.tensor([0, 2, 1])), ValueError,
-     "embedding_bag: offsets must begin with 0, not decrease and be at most 2 as there are "
-     "indices, got [0, 2, 1]"),
+     "embedding_bag: offsets must begin with 0, not decrease and be at most 2, the number "
+     "of indices, got [0, 2, 1]"),
     ("embedding_bag", (f32(3, 2), i64(2), i64(0)), ValueError,
-     "embedding_bag: offsets must begin with 0, not decrease and be at most 2 as there are "
-     "indices, got []"),
+     "embedding_bag: offsets must begin with 0, not decrease and be at most 2, the number "
+     "of indices, got []"),
     ("grouped_linear", (f32(5, 3), f32(2, 3, 4), torch.tensor([3, 2])), ValueError,
-     "grouped_linear: offsets must not decrease and be in [0, 5] as there are rows, got [3, 2]"),
+     "grouped_linear: offsets must not decrease and be in [0, 5], the rows of input, got [3, 2]"),
     ("grouped_linear", (f32(0, 3), f32(1, 3, 4), torch.tensor([1])), ValueError,
-     "grouped_linear: offsets must not decrease and be in [0, 0] as there are rows, got [1]"),
+     "grouped_linear: offsets must not decrease and be in [0, 0], the rows of input, got [1]"),
     ("grouped_linear", (f32(5, 3), f32(1, 3, 4), torch.tensor([-1])), ValueError,
-     "grouped_linear: offsets must not decrease and be in [0, 5] as there are rows, got [-1]"),
+     "grouped_linear: offsets must not decrease and be in [0, 5], the rows of input, got [-1]"),
 ]  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def test_wrong_contents(name, arguments, error, message, device):
 
 def test_wrong_indices_of_a_gradient():
     function_of("top_k")
-    message = "top_k_backward: indices must be in [0, 3) as input has columns, got -1"
+    message = "top_k_backward: indices must be in [0, 3), the columns of input, got -1"
     with pytest.raises(IndexError, match=re.escape(message)):
         torch.ops.examples.top_k_backward(f32(1), f32(3), i64(1) - 1)
 

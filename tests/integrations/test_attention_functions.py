@@ -246,12 +246,12 @@ def test_what_is_not_known_of_eager_goes_to_the_own_function(options, attention_
 @pytest.mark.parametrize(
     ("option", "came"),
     [
-        ({"key_bias": torch.zeros(1)}, "key_bias must be None, since it is not known and may "
-         "change the result, got Tensor"),
-        ({"block_indices": torch.zeros(1)}, "block_indices must be None where the layer has no "
+        ({"key_bias": torch.zeros(1)}, "key_bias must be None, since this option is unknown "
+         "and may change the result, got Tensor"),
+        ({"block_indices": torch.zeros(1)}, "block_indices must be None if the layer has no "
          "indexer.block_size, got Tensor"),
-        ({"rotate": 3}, "rotate must be None, since it is not known and may change the result, "
-         "got int"),
+        ({"rotate": 3}, "rotate must be None, since this option is unknown and may change the "
+         "result, got int"),
     ],
 )  # fmt: skip
 def test_unknown_keywords_are_refused(option, came):

@@ -122,7 +122,8 @@ def test_layers_with_another_forward_are_left_alone():
     layer = model.model.layers[0].self_attn
     layer.forward = types.MethodType(type(layer).forward, layer)
     assert replaced(apply(model))["attention"] == 1
-    assert left_alone(model) == {"model.layers.0.self_attn": "another forward was put in its place"}
+    reason = "its forward has been replaced by another one"
+    assert left_alone(model) == {"model.layers.0.self_attn": reason}
 
 
 def test_functions_of_others_are_called():

@@ -197,8 +197,8 @@ def test_left_alone():
     model = nn.Sequential(OwnExperts(), experts_class()(Config()))
     apply(model, experts=False)
     assert left_alone(model) == {
-        "0": "transformers' table of implementations does not serve them",
-        "1": "apply was not asked for it",
+        "0": "transformers' experts_implementation does not cover them",
+        "1": "not selected by the arguments of apply",
     }
 
 

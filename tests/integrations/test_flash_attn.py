@@ -112,8 +112,8 @@ def test_dropout_follows_the_seed(device):
     assert call().equal(call())
     assert not call().equal(flash_attn.flash_attn_func(q, k, v))
     message = (
-        "flash_attn_func: return_attn_probs must be False where dropout_p is above 0, since the "
-        "weights are never in memory as a whole, got True"
+        "flash_attn_func: return_attn_probs must be False if dropout_p is above 0, since the "
+        "attention weights are never in memory as a whole, got True"
     )
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         flash_attn.flash_attn_func(q, k, v, 0.4, return_attn_probs=True)
@@ -178,7 +178,7 @@ def test_install():
 def test_install_beside_the_package(tmp_path, monkeypatch):
     (tmp_path / "flash_attn.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="flash_attn must not be installed, and it is"):
+    with pytest.raises(RuntimeError, match="install: the flash_attn package is installed; "):
         flash_attn.install()
 
 

@@ -129,12 +129,12 @@ def lengths(*values):
         (
             {"v": None},
             ValueError,
-            "k and v must be given both or not at all, got one of them",
+            "k and v must be given together, got one of them",
         ),
         (
             {"cache_seqlens": None},
             ValueError,
-            "cache_seqlens must be given where k is, got None",
+            "cache_seqlens must be given if k is given, got None",
         ),
         (
             {"cache_seqlens": 7},
@@ -149,7 +149,7 @@ def lengths(*values):
         (
             {"cache_seqlens": lengths(3)},
             ValueError,
-            "cache_seqlens must be (2,) as q's batch tells, got (1,)",
+            "cache_seqlens must have shape (2,) to match q's batch, got (1,)",
         ),
         (
             {"cache_seqlens": torch.tensor([3.0, 4.9])},
@@ -189,7 +189,7 @@ def lengths(*values):
         (
             {"cache_leftpad": lengths(0, 6)},
             ValueError,
-            "cache_leftpad must be in [0, 5], since the keys in the cache are so many, got 6",
+            "cache_leftpad must be in [0, 5], since the sequence has 5 keys in the cache, got 6",
         ),
         (
             {"block_table": lengths(0, 9).view(2, 1)},
@@ -204,12 +204,12 @@ def lengths(*values):
         (
             {"block_table": lengths(0, 1).view(2, 1), "cache_leftpad": lengths(0, 0)},
             NotImplementedError,
-            "cache_leftpad must be None where block_table is given, got a tensor",
+            "cache_leftpad must be None if block_table is given, got a tensor",
         ),
         (
             {"k": torch.ones(2, 2, 3, 16)},
             ValueError,
-            "k must be (2, 2, 2, 16) as q, k and k_cache tells, got (2, 2, 3, 16)",
+            "k must have shape (2, 2, 2, 16) to match q, k and k_cache, got (2, 2, 3, 16)",
         ),
         (
             {"v": torch.ones(2, 2, 2, 16).half()},
@@ -219,12 +219,12 @@ def lengths(*values):
         (
             {"v_cache": torch.zeros(3, 7, 2, 16)},
             ValueError,
-            "v_cache must be (3, 8, 2, 16) as k_cache tells, got (3, 7, 2, 16)",
+            "v_cache must have shape (3, 8, 2, 16) to match k_cache, got (3, 7, 2, 16)",
         ),
         (
             {"rotary_cos": torch.ones(8, 4)},
             ValueError,
-            "rotary_cos and rotary_sin must be given both or not at all, got one of them",
+            "rotary_cos and rotary_sin must be given together, got one of them",
         ),
         (
             {"rotary_cos": torch.ones(4, 4), "rotary_sin": torch.ones(4, 4)},
@@ -234,7 +234,7 @@ def lengths(*values):
         (
             {"k": None, "v": None, "rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)},
             ValueError,
-            "k must be given where rotary_cos is, got None",
+            "k must be given if rotary_cos is given, got None",
         ),
     ],
 )

@@ -126,7 +126,7 @@ REFUSED = {
     ),
     "padding": (
         {"cache_leftpad": lengths(1, 8, 7)},
-        "cache_leftpad must be in [0, 7], since the keys in the cache are so many, got 8",
+        "cache_leftpad must be in [0, 7], since the sequence has 7 keys in the cache, got 8",
     ),
     "block": (
         {"block_table": torch.tensor([[14, -1, 2, 13, 4], [3, 0, 5, 6, 7], [8, 9, 10, 11, 12]])},

@@ -182,7 +182,7 @@ def test_refusals():
         (ValueError, "in_place_cache: bits must be 8 or None, got 4",
          lambda: in_place_cache(DynamicCache(), bits=4)),
         (NotImplementedError,
-         "a cache of 8 bits: key and value must need no gradients, which integers do not have: "
+         "cache of 8 bits: key and value must not require gradients, since integers have none; "
          "call the model under torch.no_grad()",
          lambda: in_place_cache(DynamicCache(), bits=8).update(
              *torch.ones(2, 1, 1, 1, 1, requires_grad=True), 0)),

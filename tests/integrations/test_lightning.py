@@ -50,7 +50,7 @@ def test_training_is_that_of_the_cpu(index):
 
 def test_the_strategy_must_be_named():
     register()
-    message = 'device must be of type foo, got cpu; strategy="single_foo" has it'
+    message = 'device must be of type foo, got cpu; pass strategy="single_foo"'
     with pytest.raises(ValueError, match=message):
         trained(accelerator="foo")
 

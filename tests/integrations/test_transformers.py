@@ -194,12 +194,12 @@ def test_dropout():
     [
         (
             {"output_attentions": True},
-            "output_attentions must be False, since the weights are never in memory as a whole, "
-            "got True",
+            "output_attentions must be False, since the attention weights are never in memory as "
+            "a whole, got True",
         ),
         (
             {"sinks": torch.zeros(1, 1, 4, 1)},
-            "sinks must be None, since a sink is one logit for each head (s_aux), got Tensor",
+            "sinks must be None; pass one sink for each head as s_aux, got Tensor",
         ),
         (
             {"cache": {}},

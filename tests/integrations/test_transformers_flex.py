@@ -292,11 +292,14 @@ def test_softcap_bias_and_sinks():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"dropout": 0.1}, "dropout must be 0, since no score_mod draws numbers, got 0.1"),
+        (
+            {"dropout": 0.1},
+            "dropout must be 0, since a score_mod cannot draw random numbers, got 0.1",
+        ),
         (
             {"output_attentions": True},
-            "output_attentions must be False, since the weights are never in memory as a whole, "
-            "got True",
+            "output_attentions must be False, since the attention weights are never in memory as "
+            "a whole, got True",
         ),
         (
             {"cache": {}},

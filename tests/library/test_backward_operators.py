@@ -196,8 +196,9 @@ def test_second_derivatives_are_refused_until_they_are_told(lib):
     square, x = torch.ops.foo_backward.square, torch.tensor([2.0, 3.0], requires_grad=True)
     (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
     message = (
-        "foo_backward::square_backward: it computes the gradients of foo_backward::square and has "
-        "no derivative itself; to get one, give foo_ops.library.register_autograd a composite of it"
+        "foo_backward::square_backward: it has no derivative, since it computes the gradients of "
+        "foo_backward::square; to get one, register a composite for it with "
+        "foo_ops.library.register_autograd"
     )
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         first.sum().backward()
@@ -222,7 +223,7 @@ def test_a_gradient_that_is_not_returned(lib):
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
     torch.ops.foo_backward.plus(x, y).sum().backward()
     assert x.grad.tolist() == [1, 1]
-    message = "foo_backward::plus: foo_backward::plus_backward returns no gradient of y"
+    message = "foo_backward::plus: foo_backward::plus_backward returns no gradient for y"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         torch.ops.foo_backward.plus(x, y.requires_grad_())
 
@@ -246,18 +247,18 @@ WRONG = {
     ),
     "the type of an argument": (
         "f_backward(Tensor grad, float x) -> Tensor",
-        "foo_backward::f_backward: argument x must have the type that it has in foo_backward::f, "
+        "foo_backward::f_backward: argument x must have the same type as in foo_backward::f, "
         "got float",
     ),
     "a result": (
         "f_backward(Tensor grad) -> Tensor gradient",
-        "foo_backward::f_backward: one of its results must be named grad_ and a tensor that "
-        "foo_backward::f takes",
+        "foo_backward::f_backward: one of its results must be named grad_<argument> for a "
+        "tensor of foo_backward::f",
     ),
     "the number of results": (
         "f_backward(Tensor grad) -> (Tensor, Tensor)",
-        "foo_backward::f_backward: without names it must have 1 results, as foo_backward::f takes "
-        "tensors, got 2",
+        "foo_backward::f_backward: must have 1 results if they have no names, one for each "
+        "tensor of foo_backward::f, got 2",
     ),
 }
 
@@ -276,5 +277,5 @@ def test_what_does_not_go_together(lib):
     name = "foo_backward::f"
     with pytest.raises(TypeError, match=f"{name}: register_autograd must be given backward"):
         library.register_autograd(name, lib=lib)
-    with pytest.raises(TypeError, match=f"{name}: setup_context is for a formula in Python"):
+    with pytest.raises(TypeError, match=f"{name}: setup_context must be None unless backward"):
         library.register_autograd(name, f"{name}_backward", setup_context=print, lib=lib)

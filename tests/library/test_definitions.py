@@ -115,8 +115,7 @@ def test_backward_leaves_an_operator_of_its_name_alone(register, times, device):
         backward = library.elementwise_kernel(of_three, backward=of_gradient)
     schema = f"{other}(Tensor a, Tensor b) -> Tensor"
     message = (
-        f"{name}: backward defines the operator {other}, which must not be there already, got "
-        f"{schema}"
+        f"{name}: backward defines the operator {other}, which must not exist yet, got {schema}"
     )
     packet = library.numba_op(other, other_backward)
     for _ in range(2):

@@ -86,7 +86,7 @@ def test_tangents_go_through_a_composite(lib):
 
 def test_tangents_are_refused_without_one(lib):
     cube = make_cube(lib)
-    message = "foo_formulas::cube: forward-mode differentiation is not implemented; to get it, give"
+    message = "foo_formulas::cube: forward-mode differentiation is not implemented; to get it, pass"
     with pytest.raises(NotImplementedError, match=message):
         torch.func.jvp(lambda x: cube(x, 2.0), (torch.ones(2),), (torch.ones(2),))
     both = make_sum(lib)
@@ -344,7 +344,7 @@ GRADIENTS = {
     ),
     "of a number": (
         lambda ctx, grad: (grad, 1.0, None),
-        "None, since it is no tensor, for by, got float",
+        "None for by, which is not a tensor, got float",
     ),
     "a number": (lambda ctx, grad: (1.0, None, None), "a Tensor or None for x, got float"),
     "no list": (
@@ -385,7 +385,9 @@ def test_only_tensors_are_saved(lib):
         lib, "scaled(Tensor x, float by) -> Tensor", lambda x, by: x * by,
         lambda ctx, grad: (grad, None), setup_context,
     )  # fmt: skip
-    message = r"\Afoo_formulas::scaled: save_for_backward takes tensors and None, got float\Z"
+    message = (
+        r"\Afoo_formulas::scaled: save_for_backward must be given tensors or None, got float\Z"
+    )
     with pytest.raises(TypeError, match=message):
         scaled(torch.ones(2, requires_grad=True), 2.0)
 

@@ -166,8 +166,8 @@ def test_wrong_operators():
         library.register_kernel("foo_generators::untagged", "cpu", noise)
     library.define("foo_generators::elementwise", "(Tensor x, Generator? generator) -> Tensor")
     message = (
-        "foo_generators::elementwise: an elementwise kernel takes no generator, since it does not "
-        "know which element it computes, got generator; a tile_kernel does"
+        "foo_generators::elementwise: an elementwise kernel must not take a generator, since it "
+        "does not know its element, got generator; use a tile_kernel"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         library.register_kernel(
@@ -175,6 +175,6 @@ def test_wrong_operators():
         )
     library.define("foo_generators::early", SCHEMA)
     kernel = library.tile_kernel(tiles=lambda seed: seed)(noise.function)
-    message = r"tiles must take arguments that the kernel has \(input, output, saved\), and"
+    message = r"tiles must take arguments that the kernel has \(input, output, saved\), got seed"
     with pytest.raises(TypeError, match=message):
         library.register_kernel("foo_generators::early", "cpu", kernel)

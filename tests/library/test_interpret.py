@@ -226,15 +226,15 @@ torch.ops.debugged.f(torch.ones(2, 3, device="{device}"))
         "IndexError: index -7 is outside of the 6 elements",
         "IndexError: index -4 is outside of a row of 3 elements",
         "IndexError: row -3 is outside of the 2 rows",
-        "TypeError: wrong index: x has 2 dimensions and must be given as many indices, got 1 "
+        "TypeError: wrong index: x has 2 dimensions and must be given one index for each, got 1 "
         "(x.row(i) is a row, x.flat[i] the i-th element)",
         "TypeError: wrong index: a row or x.flat must be given one index, got 2",
         "TypeError: wrong index: a row or x.flat must be given one index, got 2",
-        "TypeError: wrong index: x.data is memory, and not indexed, since that would ignore "
-        "strides: x[i, j] and x.flat[i] are elements, and language.load(x.data, offset) is what "
-        "lies there",
-        "TypeError: a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
-        "contiguous_rows=True",
+        "TypeError: wrong index: x.data cannot be indexed, since that would ignore strides: "
+        "write x[i, j] or x.flat[i] for an element, or language.load(x.data, offset) to read "
+        "memory",
+        "TypeError: a row may have a stride, so vectors cannot be read from it; pass "
+        "contiguous_rows=True to tile_kernel",
     ]
 
 
@@ -356,8 +356,9 @@ def test_message_of_the_compiler_says_how_to_debug(name):
     lib.define("f(Tensor x) -> Tensor")
     library.register_kernel(f"no_{name}::f", "cpu", library.elementwise_kernel(call), lib=lib)
     message = re.escape(
-        f"no_{name}::f: its kernel cannot be compiled for float32: compiled code has no {name}; "
-        "set FOO_INTERPRET=1 to run kernels as plain Python, with print, pdb and exceptions ("
+        f"no_{name}::f: its kernel cannot be compiled for float32: a compiled kernel cannot use "
+        f"{name}; set FOO_INTERPRET=1 to interpret kernels as Python, with print, pdb and "
+        "exceptions ("
     )
     with pytest.raises(RuntimeError, match=message):
         getattr(torch.ops, f"no_{name}").f(torch.ones(2))

@@ -37,7 +37,7 @@ SCOPE = {
 }
 LOOP = "for i in range(x.shape[-1])"
 SUM = f"write a loop, {LOOP}: total = language.accumulate(total, x[i])"
-SCRATCH = "scratch memory, which library.scratch gives a tile kernel"
+SCRATCH = "scratch memory (library.scratch)"
 ROW = f"compute with its elements, {LOOP}: ... row[i] ..."
 DOT = "language.dot(target, a, b) multiplies matrices"
 FLAT = "compute with its elements, for i in range(x.size): ... x.flat[i] ..."
@@ -65,11 +65,11 @@ TILES = {
     "torch.celu(x[r, 0])": calls("torch.celu"),
     "math.comb(5, r)": calls("math.comb"),
     "exact_sum(x.row(r))": calls("exact_sum", SUM),
-    "sum(x.row(r))": calls("sum of a row", SUM),
+    "sum(x.row(r))": calls("sum on a row", SUM),
     "np.mean(x.row(r))": calls("np.mean", f"{SUM}, then divide by the size"),
     "statistics.fmean(x.row(r))": calls("statistics.fmean", f"{SUM}, then divide by the size"),
     "min(x)": calls(
-        "min of a tensor", "write a loop, for i in range(x.size): least = min(least, x[i])"
+        "min on a tensor", "write a loop, for i in range(x.size): least = min(least, x[i])"
     ),
     "all(x.row(r))": calls("all", f"write a loop, {LOOP}: found = found or x[i] > 0"),
     "any(x[r, i] > 0 for i in range(3))": calls(
@@ -85,11 +85,11 @@ TILES = {
     "list(map(math.exp, x.row(r)))[0]": calls("list", f"use {SCRATCH}"),
     "torch.matmul(x, y)[0, 0]": calls("torch.matmul", DOT),
     "random.gauss(0, 1)": calls("random.gauss", "write language.random(seed, offset)"),
-    "len(x.row(r))": calls("len of a row", "write x.shape[-1]"),
+    "len(x.row(r))": calls("len on a row", "write x.shape[-1]"),
     "hasattr(x, 'size')": calls("hasattr", CONSTANT),
-    "isinstance(x, float)": calls("isinstance of a tensor", CONSTANT),
-    "math.log(x.row(r))": f"log takes numbers, and a row is none: {ROW}",
-    "language.tanh(x.row(r))": f"tanh takes numbers, and a row is none: {ROW}",
+    "isinstance(x, float)": calls("isinstance on a tensor", CONSTANT),
+    "math.log(x.row(r))": f"log takes numbers, got a row: {ROW}",
+    "language.tanh(x.row(r))": f"tanh takes numbers, got a row: {ROW}",
     "(lambda v: torch.erf(v))(x[r, 0])": calls("torch.erf", "write math.erf(x)"),
     # Arithmetic and comparisons of rows and tensors.
     "(x.row(r) / 3)[0]": f"a row has no arithmetic: {ROW}",
@@ -98,12 +98,12 @@ TILES = {
     "x.row(r) @ y.row(r)": f"a row has no arithmetic: {DOT}",
     "(1.0 + x)[0, 0]": f"a tensor has no arithmetic: {FLAT}",
     "(x[0:2, 0:2] - 1.0)[0, 0]": f"a slice has no arithmetic: {SLICE}",
-    "x.row(r) < y.row(r)": f"a row is not compared: {ROW}",
-    "1.0 if x else 0.0": f"a tensor is not compared: {FLAT}",
+    "x.row(r) < y.row(r)": f"a row cannot be compared: {ROW}",
+    "1.0 if x else 0.0": f"a tensor cannot be compared: {FLAT}",
     "x[r, 1:3][0]": f"slices have no arithmetic: compute with elements, {LOOP}: ... x[r, i] ..., "
-    "or take x.row(r); for language.dot, a matrix is one or two slices without steps of x with 2 "
-    "dimensions, and an index for each other dimension",
-    "x.row(r)[1:][0]": f"a row has no slices but matrices: {ROW}",
+    "or take x.row(r); for language.dot, a matrix of x with 2 dimensions takes one or two "
+    "slices without steps, and an index for each other dimension",
+    "x.row(r)[1:][0]": f"a row cannot be sliced, except for language.dot: {ROW}",
     # Attributes.
     "x.var()": "a tensor has no var: write a loop, for i in range(x.size): "
     "total = language.accumulate(total, ...)",
@@ -111,41 +111,42 @@ TILES = {
     "flat, data and row(i)",
     "x.row(r).length": "a row has no length: it has elements, row[i], and its size is x.shape[-1]",
     "x.numel()": "a tensor has no numel: write x.size",
-    "x.size(1)": "a number is not called: x.size is one, and so are x.shape[d] and x.strides[d]",
+    "x.size(1)": "a number cannot be called: x.size, x.shape[d] and x.strides[d] are numbers",
     "x[r, 0].sqrt()": "Unknown attribute 'sqrt' of type float32: write math.sqrt(x)",
     "x.row(r, 1)[0]": "x.row takes one integer, got (int64, 1)",
-    "x.shape": "x.shape or x.strides is no number, and cannot be a float32: x.shape[d] and "
+    "x.shape": "x.shape or x.strides cannot be converted to float32: x.shape[d] and "
     "x.strides[d] are numbers",
     # Allocations.
-    "[v for v in range(3)][0]": f"a kernel must not allocate: it has {SCRATCH}",
-    "{0: 1.0}[0]": f"a kernel must not allocate: it has {SCRATCH}",
+    "[v for v in range(3)][0]": f"a kernel must not allocate: use {SCRATCH}",
+    "{0: 1.0}[0]": f"a kernel must not allocate: use {SCRATCH}",
 }
 STATEMENTS = {
-    "y[r, :] = 1.0": f"a slice is not written: write its elements, {LOOP}: x[r, i] = value",
-    "y.row(r)[1:] = 0.0": f"a slice is not written: write its elements, {LOOP}: row[i] = value",
+    "y[r, :] = 1.0": f"a slice cannot be written: write its elements, {LOOP}: x[r, i] = value",
+    "y.row(r)[1:] = 0.0": f"a slice cannot be written: write its elements, {LOOP}: row[i] = value",
     "x[0:1, :] *= 2.0": f"a slice has no arithmetic: {SLICE}",
-    "for v in x.row(r): y[r, 0] = v": f"a row is not iterated over: {ROW}",
+    "for v in x.row(r): y[r, 0] = v": f"a kernel cannot iterate over a row: {ROW}",
     "for i, v in enumerate(x.row(r)): y[r, i] = v": calls(
-        "enumerate of a row", f"write a loop over indices, {LOOP}"
+        "enumerate on a row", f"write a loop over indices, {LOOP}"
     ),
     "for v in reversed(x.row(r)): y[r, 0] = v": calls(
         "reversed", f"write a loop over indices, {LOOP}"
     ),
-    "a, b = x.row(r)": "a row is not unpacked: take its elements, x[0], x[1]",
+    "a, b = x.row(r)": "a row cannot be unpacked: take its elements, x[0], x[1]",
     "y.fill_(0.0)": "a tensor has no fill_: write a loop, for i in range(x.size): x[i] = value",
     "class A: pass": "a kernel cannot define a class",
-    "global Z; Z = r": "a kernel cannot write to a global: it writes to the views that it is given",
-    "with torch.no_grad(): y[r, 0] = 1.0": "a kernel has no with statement: what it enters belongs "
-    "around the call of the operator",
+    "global Z; Z = r": "a kernel cannot write to a global: write to an argument",
+    "with torch.no_grad(): y[r, 0] = 1.0": "a kernel must not use with: put the with "
+    "statement around the call of the operator",
 }
 ELEMENTS = {
     "torch.atan(x)": calls("torch.atan", "write math.atan(x)"),
     "np.sum(x)": calls(
         "np.sum",
-        "an elementwise kernel sees one number, and a tile kernel (library.tile_kernel) rows",
+        "an elementwise kernel sees one number; use a tile kernel (library.tile_kernel) for rows",
     ),
     "sum(x)": calls(
-        "sum", "an elementwise kernel sees one number, and a tile kernel (library.tile_kernel) rows"
+        "sum",
+        "an elementwise kernel sees one number; use a tile kernel (library.tile_kernel) for rows",
     ),
     "x.sigmoid()": "Unknown attribute 'sigmoid' of type float32: write 1 / (1 + math.exp(-x))",
 }

@@ -113,14 +113,14 @@ NO_TEXT = "No implementation of function Function(<class 'str'>) found for signa
 ELEMENTWISE = [
     (makes_text, NO_TEXT, 2, "return float(str(y))"),
     (formats, NO_TEXT, 1, 'return len(f"{x}") * x'),
-    (uses_generator, "a kernel must not yield, it has no generators", -3, "yield x"),
+    (uses_generator, "a kernel must not yield: generators are not supported", -3, "yield x"),
     (unknown_attribute, "Unknown attribute 'wrong' of type float32", 2, "return y.wrong"),
     (in_helper, "Unknown attribute 'nothing' of type float32", None, "return x.nothing"),
     (unknown_name, "NameError: name 'does_not_exist' is not defined", 0, "def unknown_name(x):"),
-    (text, "the kernel returns unicode_type, which is no number", 1, 'return "text"'),
+    (text, "the kernel must return numbers, got unicode_type", 1, 'return "text"'),
     (
         either_pair,
-        "the kernel returns 2 values, and the operator 1",
+        "the kernel must return 1 value, one for each result, got 2",
         1,
         "return (x, 1.0) if x > 0 else (1.0, x)",
     ),
@@ -195,8 +195,9 @@ def test_vectors_of_rows_that_have_a_stride():
     call, name = operator(library.tile_kernel(of_vectors))
     place = f"{line(of_vectors, 3)}: language.store(output.row(row), 0, language.load_vector(x, 0,"
     message = (
-        f"{name}: its kernel cannot be compiled for float32-1d,float32-1d: a row has a stride, and "
-        f"is no pointer to vectors, unless tile_kernel is given contiguous_rows=True ({place}"
+        f"{name}: its kernel cannot be compiled for float32-1d,float32-1d: a row may have a "
+        "stride, so vectors cannot be read from it; pass contiguous_rows=True to tile_kernel "
+        f"({place}"
     )
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}"):
         call(torch.ones(4))
@@ -253,22 +254,23 @@ def test_wrong_number_of_arguments():
     for kernel, message in (
         (
             library.elementwise_kernel(two),
-            f"its kernel must take 1 arguments (input), and two ({line(two, 0)}) takes 2",
+            f"its kernel must take 1 arguments (input), got two ({line(two, 0)}), which takes 2",
         ),
         (
             library.elementwise_kernel(two_values),
-            "its kernel must return 1 value, one for each result, and two_values "
-            f"({line(two_values, 0)}) returns 2 in line {two_values.__code__.co_firstlineno + 1}",
+            "its kernel must return 1 value, one for each result, got two_values "
+            f"({line(two_values, 0)}), which returns 2 in line "
+            f"{two_values.__code__.co_firstlineno + 1}",
         ),
         (
             library.tile_kernel(tile_of_two),
-            "its kernel must take 3 arguments (input, result, tiles), and tile_of_two "
-            f"({line(tile_of_two, 0)}) takes 2",
+            "its kernel must take 3 arguments (input, result, tiles), got tile_of_two "
+            f"({line(tile_of_two, 0)}), which takes 2",
         ),
         (
             library.tile_kernel(of_bits, tiles=two_values),
-            "tiles must take arguments that the kernel has (input, output), and two_values "
-            f"({line(two_values, 0)}) takes x",
+            "tiles must take arguments that the kernel has (input, output), got x in two_values "
+            f"({line(two_values, 0)})",
         ),
     ):
         name = f"foo_wrong::f{next(serial)}"
@@ -287,8 +289,9 @@ def test_a_tile_kernel_that_returns_something():
     """Refused at definition."""
     first = returns_its_result.__code__.co_firstlineno
     message = (
-        "a tile kernel writes its results, which are arguments, and must return nothing: "
-        f"returns_its_result ({line(returns_its_result, 0)}) returns a value in line {first + 3}"
+        "a tile kernel must write its results to its arguments and return nothing, got "
+        f"returns_its_result ({line(returns_its_result, 0)}), which returns a value in line "
+        f"{first + 3}"
     )
     for make in (
         lambda: library.tile_kernel(returns_its_result),
@@ -299,14 +302,15 @@ def test_a_tile_kernel_that_returns_something():
 
 
 def test_arguments_that_no_kernel_takes():
-    for schema, what in (
-        ("(Tensor input, Device where) -> Tensor", "where is Device"),
-        ("(Tensor input, Tensor?[] others) -> Tensor", "others is List[Optional[Tensor]]"),
-        ("(Tensor input, bool[] flags) -> Tensor", "flags is List[bool]"),
+    for schema, argument, type_ in (
+        ("(Tensor input, Device where) -> Tensor", "where", "Device"),
+        ("(Tensor input, Tensor?[] others) -> Tensor", "others", "List[Optional[Tensor]]"),
+        ("(Tensor input, bool[] flags) -> Tensor", "flags", "List[bool]"),
     ):
         message = (
-            "a kernel of Numba takes arguments of type Tensor, Tensor[], Scalar, float, int, bool, "
-            f"float[], int[], str, ScalarType and Generator, and optional ones; {what}"
+            f"{argument} must be Tensor, Tensor[], Scalar, float, int, bool, float[], int[], str, "
+            "ScalarType or Generator, or an optional one of these, for a kernel of Numba, got "
+            f"{type_}"
         )
         with pytest.raises(TypeError, match=re.escape(message)):
             operator(library.elementwise_kernel(two), schema)
@@ -322,7 +326,7 @@ def test_device_types_of_a_kernel():
 
 
 def test_kernel_is_no_function():
-    with pytest.raises(TypeError, match="two is a kernel, and an operator calls it"):
+    with pytest.raises(TypeError, match="two is a kernel and cannot be called directly"):
         library.elementwise_kernel(two)(1, 2)
 
 
@@ -331,8 +335,8 @@ def test_tile_kernel_without_a_fake_kernel():
     library.define(name, "(Tensor input) -> Tensor")
     library.register_kernel(name, "cpu", library.tile_kernel(of_bits))
     message = (
-        f"{name}: the results of a tile kernel are allocated as the operator's fake kernel says, "
-        "and it has none: register one with foo_ops.library.register_fake"
+        f"{name}: a tile kernel needs a fake kernel, which says how its results are allocated: "
+        "register one with foo_ops.library.register_fake"
     )
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
         getattr(torch.ops.foo_wrong, name.partition("::")[2])(torch.ones(3))
@@ -368,7 +372,7 @@ def keyword_of_text(x: float, mode: str = "a") -> float:
             "must annotate what it returns with float, int, bool, complex or a tuple of these, "
             "got nothing",
         ),
-        (only_numbers, "needs an argument without a default, which is a tensor"),
+        (only_numbers, "must take at least one tensor, an argument without a default"),
         (
             keyword_of_text,
             'must annotate mode with float, int, bool, typing.Literal["a", "b"], int | float, '

@@ -100,7 +100,7 @@ def test_no_tiles(lib, device):
 
 
 def test_refuse_that_raises_nothing(lib, device):
-    message = r"\Aa tile kernel returned False, and its refuse raised nothing\Z"
+    message = r"refuse must raise an error if the kernel returns False, got none\Z"
     with pytest.raises(RuntimeError, match=message):
         torch.ops.foo_late.silent(torch.ones(2, device=device), torch.tensor([2], device=device))
 
@@ -117,8 +117,8 @@ def returns_two(input, index, output, places):
 
 def test_a_verdict_is_one_value():
     head = (
-        "a tile kernel with refuse and without check must return True, or False where it cannot "
-        "use what it reads: "
+        "a tile kernel with refuse and without check must return True, or False to refuse its "
+        "arguments, got "
     )
     for function, what in ((returns_nothing, "nothing"), (returns_two, "2 values")):
         match = rf"\A{re.escape(head)}.*{function.__name__}.* returns {what} in line \d+\Z"
@@ -132,12 +132,12 @@ def test_a_verdict_is_one_value():
         (
             "(Tensor(a!) input, Tensor index) -> ()",
             lambda input, index, places: True,
-            "input is written",
+            "input, which is written",
         ),
         (
             "(Tensor input, Generator? index) -> Tensor",
             lambda input, index, output, places: True,
-            "index is drawn from",
+            "index, which is drawn from",
         ),
     ],
 )
@@ -146,8 +146,8 @@ def test_nothing_that_cannot_be_taken_back(schema, function, what, lib):
     lib.define(f"{name}{schema}", tags=torch.Tag.nondeterministic_seeded)
     kernel = library.tile_kernel(function, refuse=lambda input: None)
     message = (
-        f"foo_late::{name}: a kernel that returns whether it could use what it read must write to "
-        f"no argument and draw no random numbers, and {what}: give it check="
+        f"foo_late::{name}: a kernel that returns False to refuse its arguments must write to no "
+        f"argument and draw no random numbers, got {what}; use check="
     )
     with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
         library.register_kernel(f"foo_late::{name}", "cpu", kernel, lib=lib)

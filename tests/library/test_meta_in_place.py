@@ -80,9 +80,8 @@ def test_its_own_fake_kernel_stays(lib, device):
         tensors = torch.empty(2, 3, device="meta"), torch.empty(3, device="meta")
         if name != "before":
             message = (
-                f"foo_in_place::{name}_: the results of a tile kernel are allocated as the "
-                "operator's fake kernel says, and it has none: register one with "
-                "foo_ops.library.register_fake"
+                f"foo_in_place::{name}_: a tile kernel needs a fake kernel, which says how its "
+                "results are allocated: register one with foo_ops.library.register_fake"
             )
             refused(RuntimeError, message, in_place, *tensors)
             on_device = torch.ones(2, 3, device=device), torch.ones(3, device=device)

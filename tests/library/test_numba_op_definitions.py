@@ -123,11 +123,11 @@ def defaults_to_infinity(x: float, most: float = math.inf) -> float:
     [
         (takes_any_number, "must take a fixed number of arguments, got *x: float"),
         (takes_keywords, "must take a fixed number of arguments, got **options: float"),
-        (takes_out, "must not call an argument out, as those of foo_numba::never.out are"),
+        (takes_out, "must not have an argument out, since foo_numba::never.out has one"),
         (
             defaults_to_infinity,
-            "must give most a finite default, since schemas have no other, got inf; float | None = "
-            "None may stand for it",
+            "must give most a finite default, since schemas have no other, got inf; write float | "
+            "None = None instead",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -210,10 +210,10 @@ def test_kinds_that_the_result_cannot_hold(function, dtype, kinds, line, device)
     name = f"foo_numba::{function.__name__}_{device}"
     operator = library.numba_op(name, function)
     message = (
-        f"{name}: its kernel cannot be compiled for {dtype}: the kernel returns {kinds[0]}, and "
-        f"the operator {kinds[1]}, which cannot hold it"
+        f"{name}: its kernel cannot be compiled for {dtype}: the kernel must return {kinds[1]}, "
+        f"got {kinds[0]}"
     )
-    message += "; int(...) makes an integer of a float" * (kinds[1] == "int64")
+    message += "; int(...) converts a float" * (kinds[1] == "int64")
     number = function.__code__.co_firstlineno + line
     message += f" ({__file__}:{number}: {linecache.getline(__file__, number).strip()})"
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
@@ -247,8 +247,8 @@ def as_real_part(x: complex) -> float:
 def test_numbers_that_the_result_cannot_hold(function, dtype, kinds, device):
     """Types that the annotations do not fix are checked at compilation."""
     operator = library.numba_op(f"foo_numba::{function.__name__}_{device}", function)
-    message = "the kernel returns {}, and the operator {}, which cannot hold it".format(*kinds)
-    message += "; int(...) makes an integer of a float" * (kinds[1] == "int64")
+    message = "the kernel must return {1}, got {0}".format(*kinds)
+    message += "; int(...) converts a float" * (kinds[1] == "int64")
     with pytest.raises(RuntimeError, match=re.escape(f"{message} ({__file__}:")):
         operator(torch.ones(2, dtype=dtype, device=device))
 
@@ -303,8 +303,8 @@ def product(a: float, b: float) -> float:
 def test_number_of_gradients(backward, count):
     line = backward.__code__.co_firstlineno
     message = (
-        "foo_numba::product_backward: its kernel must return 2 values, one for each result, and "
-        f"<lambda> ({__file__}:{line}) returns {count} in line {line}"
+        "foo_numba::product_backward: its kernel must return 2 values, one for each result, got "
+        f"<lambda> ({__file__}:{line}), which returns {count} in line {line}"
     )
     with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
         library.numba_op("foo_numba::product", product, backward=backward)

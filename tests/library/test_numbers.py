@@ -310,17 +310,17 @@ def writes(x, c, y, rows):
         (
             library.elementwise_kernel(at_two),
             "(Tensor x, int[2] c) -> Tensor",
-            "wrong index: the list has 2 numbers, and none at 2",
+            "wrong index: the list has 2 numbers, got index 2",
         ),
         (
             library.elementwise_kernel(by_float),
             "(Tensor x, int[] c) -> Tensor",
-            "wrong index: an index must be an integer, got float32; int(...) makes one of a float",
+            "wrong index: an index must be an integer, got float32; int(...) converts a float",
         ),
         (
             library.tile_kernel(writes),
             "(Tensor x, float[] c) -> Tensor",
-            "the items of a list are only read",
+            "the items of a list cannot be written",
         ),
     ],
 )
@@ -332,8 +332,8 @@ def test_use_that_does_not_compile(kernel, schema, message):
 
 def test_scalar_without_a_tensor():
     message = (
-        r"foo_numbers::f\d+: a Scalar comes in the compute type of the first tensor that is always "
-        "there, and there is none for s"
+        r"foo_numbers::f\d+: an operator with a Scalar must have a tensor that is not optional, "
+        "which gives the Scalar its type, got none for s"
     )
 
     def kernel(x, s, y, tiles):

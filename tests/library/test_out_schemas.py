@@ -45,7 +45,7 @@ def test_out_that_does_not_match_the_functional_operator(lib, schema):
 def test_optional_argument_that_is_returned(lib):
     name = f"maybe{next(serial)}_"
     lib.define(f"{name}(Tensor x, Tensor(a!)? y=None) -> Tensor(a!)")
-    message = f"foo_schemas::{name}: an argument that it writes and returns must not be optional"
+    message = f"foo_schemas::{name}: an argument that is written and returned must not be optional"
     for kernel in (
         library.elementwise_kernel(lambda x, y: x),
         library.tile_kernel(lambda x, y, rows: None),

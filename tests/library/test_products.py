@@ -281,9 +281,10 @@ def test_an_index_outside():
 
 
 WRONG = {
-    "a[::2]": "a matrix is one or two slices without steps of a with 2 dimensions, and an index",
-    "a[0, 1:2]": "a matrix is one or two slices without steps of a with 2 dimensions, and an index",
-    "a[:, :, :]": "a matrix is one or two slices without steps of a with 2 dimensions",
+    "a[::2]": "a matrix of a with 2 dimensions takes one or two slices without steps, and an index",
+    "a[0, 1:2]": "a matrix of a with 2 dimensions takes one or two slices without steps, and an "
+    "index",
+    "a[:, :, :]": "a matrix of a with 2 dimensions takes one or two slices without steps",
     "a.row(0)": "dot: a must be a view of two dimensions or slices of a view, got Row",
 }
 

@@ -10,7 +10,7 @@ from foo_ops import library
 
 DEVICES = ("cpu", "foo")
 MESSAGE = (
-    "test_refusals::{}: it has no derivative; to get one, use foo_ops.library.{}, or else call it "
+    "test_refusals::{}: it has no derivative; to get one, use foo_ops.library.{}, or call it "
     "under torch.no_grad() or with detached tensors"
 )
 FUNCTIONAL = MESSAGE.format("split", "register_autograd")

@@ -167,8 +167,9 @@ def test_sizes_that_no_memory_has(lib, size):
 
     name = f"sized_{size % 7}"
     operator = define(lib, name, sized)
-    reason = "have sizes of at least 0" if size < 0 else "be no larger than a process"
-    message = f"{name}: scratch memory must {reason}, got [2, {size}]"
+    reason = "have sizes of at least 0" if size < 0 else "fit into the address space"
+    sizes = "" if size < 0 else "sizes "
+    message = f"{name}: scratch memory must {reason}, got {sizes}[2, {size}]"
     with pytest.raises(ValueError, match=re.escape(message)):
         operator(torch.zeros(2, 5))
 
@@ -194,23 +195,23 @@ def test_wrong_descriptions(lib):
         (lambda: library.tile_kernel(kernel, scratch={"memory": 3}), "got {'memory': 3}"),
         (
             lambda: library.tile_kernel(kernel, scratch={"m": like_input["memory"]}),
-            "tile_kernel: scratch has m, which kernel",
+            "tile_kernel: kernel",
         ),
         (
             lambda: register(of_two, scratch={"memory": library.scratch(3, like="other")}),
-            "scratch memory must be like a tensor that is always there (input, output), got other",
+            "scratch memory must be like a tensor that is not optional (input, output), got other",
         ),
         (
             lambda: register(of_two, scratch=like_input, finish=lambda memory: None),
-            "finish must take arguments that the kernel has (input, other, output), and",
+            "finish must take arguments that the kernel has (input, other, output), got",
         ),
         (
             lambda: register(of_two, scratch=like_input, tiles=lambda memory: 3),
-            "tiles must take arguments that the kernel has (input, other, output), and",
+            "tiles must take arguments that the kernel has (input, other, output), got",
         ),
         (
             lambda: register(kernel, scratch=like_input),
-            "its kernel must take 5 arguments (input, other, result, memory, tiles), and",
+            "its kernel must take 5 arguments (input, other, result, memory, tiles), got",
         ),
     ]
     for case, message in cases:

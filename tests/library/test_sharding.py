@@ -47,8 +47,8 @@ def test_lists(lib):
     with pytest.raises(TypeError) as error:
         library.register_sharding("sharding_test::many", ". -> .", lib=lib)
     assert str(error.value) == (
-        "sharding_test::many: register_sharding is for operators without lists of tensors; "
-        "torch.distributed.tensor.experimental.register_sharding takes others"
+        "sharding_test::many: register_sharding does not support lists of tensors; use "
+        "torch.distributed.tensor.experimental.register_sharding"
     )
 
 

@@ -218,14 +218,14 @@ def test_lists_that_do_not_fit(place):
 
 def test_lists_that_cannot_be_written(device):
     x, y, z, other = (torch.ones(2, 3, device=device) for _ in range(4))
-    apart = "is written, and must not"
+    apart = "is written, so it must not have"
     for lists, message in (
-        (([x, y, x], [z], [z], [other]), f"params {apart} have tensors that share memory"),
+        (([x, y, x], [z], [z], [other]), f"params {apart} tensors that share memory"),
         (
             ([x], [z], [x[:1]], [y]),
-            f"means {apart} share memory with params, which is written, too",
+            "means must not share memory with params, since both are written",
         ),
-        (([x[:1].expand(2, 3)], [z], [y], [z]), f"params {apart} have elements that share memory"),
+        (([x[:1].expand(2, 3)], [z], [y], [z]), f"params {apart} elements that share memory"),
     ):
         with pytest.raises(RuntimeError, match=rf"\Aadam_: {re.escape(message)}"):
             adam_(*lists, lr=0.1)
@@ -291,8 +291,8 @@ def nothing_in_place(tensors, tiles):
         (
             lambda: library.tile_kernel(nothing),
             "(Tensor[] tensors) -> Tensor",
-            "without a tensor that is always there, tile_kernel must be given the number of tiles, "
-            "tiles=...",
+            "tile_kernel must be given tiles=..., the number of tiles, if no tensor is always "
+            "there",
         ),
         (
             lambda: library.tile_kernel(nothing_in_place, tiles=lambda tensors: 1),
@@ -302,12 +302,12 @@ def nothing_in_place(tensors, tiles):
         (
             lambda: library.tile_kernel(nothing, tiles=lambda tensors: 1),
             "(Tensor[] tensors) -> Tensor[]",
-            "the results of a tile kernel are tensors, got List[Tensor]",
+            "the results of a tile kernel must be tensors, got List[Tensor]",
         ),
         (
             lambda: library.elementwise_kernel(lambda tensors: 1.0),
             "(Tensor[] tensors) -> Tensor",
-            "an elementwise kernel takes no lists of tensors, got tensors; a tile_kernel does",
+            "an elementwise kernel must not take a list of tensors, got tensors; use a tile_kernel",
         ),
         (
             lambda: library.tile_kernel(
@@ -317,7 +317,7 @@ def nothing_in_place(tensors, tiles):
                 refuse=lambda tensors: None,
             ),
             "(Tensor[] tensors) -> Tensor",
-            "check must take arguments that the kernel has (output), and <lambda>",
+            "check must take arguments that the kernel has (output), got tensors in <lambda>",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def tile_without_choices(x, how, y, rows):
 def test_kernel_that_does_not_say_its_choices(make, function, name):
     code = function.__code__
     message = (
-        r"foo_texts::f\d+: mode is str, and its kernel must say which texts there are: annotate "
+        r"foo_texts::f\d+: mode is str, so the kernel must list its choices: annotate "
         rf"{name} in {function.__name__} \({re.escape(code.co_filename)}:{code.co_firstlineno}\) "
         r'with typing.Literal\["a", "b"\]'
     )
@@ -244,7 +244,9 @@ def test_choice_that_cannot_be_one():
 
 
 def test_default_that_is_no_choice():
-    message = r"foo_texts::wrong: wrong \(.*\) must give mode one of its choices, got 'c'"
+    message = (
+        r"foo_texts::wrong: wrong \(.*\) must give mode one of its choices as default, got 'c'"
+    )
     with pytest.raises(TypeError, match=rf"\A{message}\Z"):
 
         @library.numba_op("foo_texts::wrong")

@@ -63,7 +63,7 @@ def test_number_of_indices(contiguous_rows, device):
     call = define(one_index, tiles=lambda input: input.shape[0], **options)
     assert call(torch.arange(6.0, device=device)[::2]).tolist() == [0, 4, 8]
     hint = "({0}.row(i) is a row, {0}.flat[i] the i-th element)"
-    wrong = "input has {} and must be given as many indices, got {} " + hint.format("input")
+    wrong = "input has {} and must be given one index for each, got {} " + hint.format("input")
     message = refusal(
         one_index, torch.ones(2, 3, device=device), wrong.format("2 dimensions", 1), 2, **options
     )
@@ -128,8 +128,8 @@ def through_data(input, output, rows):
 
 def test_memory_is_indexed_only_where_that_means_elements(device):
     reason = (
-        "x.data is memory, and not indexed, since that would ignore strides: x[i, j] and x.flat[i] "
-        "are elements, and language.load(x.data, offset) is what lies there"
+        "x.data cannot be indexed, since that would ignore strides: write x[i, j] or x.flat[i] for "
+        "an element, or language.load(x.data, offset) to read memory"
     )
     options = {"tiles": lambda input: input.size}
     refusal(through_data, torch.ones(3, device=device), reason, 2, **options)
@@ -153,7 +153,7 @@ def test_an_index_is_no_float(device):
     """math.floor returns a float."""
     x = torch.tensor([1.5, 0.0, 2.5], device=device)
     options = {"tiles": lambda input: input.size}
-    reason = "an index must be an integer, got float32; int(...) makes one of a float"
+    reason = "an index must be an integer, got float32; int(...) converts a float"
     refusal(rounded_down, x, reason, 2, **options)
     assert define(rounded_to_integers, **options)(x).tolist() == [0, 1.5, 2.5]
     type_ = views.View("float32", 1, False, False, "x")
@@ -214,7 +214,7 @@ def test_branches_for_another_number_of_dimensions_are_not_compiled(device):
     assert call(torch.zeros((), device=device)).tolist() == 2
     assert call(torch.zeros(2, device=device))[-1] == 12
     assert call(torch.zeros(1, 3, device=device))[0, -1] == 23
-    wrong = "input has 3 dimensions and must be given as many indices, got 2"
+    wrong = "input has 3 dimensions and must be given one index for each, got 2"
     refusal_of_three = wrong.replace("input", "output")
     with pytest.raises(TypeError, match=refusal_of_three):
         call(torch.zeros(1, 2, 3, device=device))
@@ -229,7 +229,7 @@ def test_dimensions_that_a_tensor_does_not_have(device):
     call = define(third_size)
     assert call(torch.zeros(1, 1, 5, device=device)).flatten()[0] == 10
     for shape in ((), (2, 5)):
-        reason = f"input has {len(shape)} dimensions, and none at 2"
+        reason = f"input has {len(shape)} dimensions, got dimension 2"
         refusal(third_size, torch.zeros(shape, device=device), reason, 2)
 
 
@@ -253,7 +253,7 @@ def test_a_variable_that_is_one_tensor_or_another(device):
     assert torch.equal(result[::2], input[::2])
     assert torch.equal(result[1::2], other[1::2])
     wrong = define(wrong_index_of_either, schema)
-    with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given as many"):
+    with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given one"):
         wrong(input.to(device), other.to(device))
 
 
@@ -300,7 +300,7 @@ def test_what_is_fetched_ahead_need_not_exist(device):
         with library.check_bounds() if is_checked else nullcontext():
             assert torch.equal(call(input.to(device)).cpu(), input)
     strided = define(fetched_ahead)
-    message = "a row has a stride, and is no pointer to vectors, unless tile_kernel is given"
+    message = "a row may have a stride, so vectors cannot be read from it; pass contiguous_rows"
     with pytest.raises(RuntimeError, match=message):
         strided(input.to(device))
 

@@ -208,7 +208,7 @@ def test_in_place(name, device):
 
 def test_in_place_where_elements_share_memory(device):
     input = torch.ones(3, device=device).expand(4, 3)
-    with pytest.raises(RuntimeError, match="norm_: input is written, and must not have elements"):
+    with pytest.raises(RuntimeError, match="norm_: input is written, so it must not have elements"):
         torch.ops.foo_tile.norm_(input)
 
 

@@ -151,7 +151,7 @@ def test_in_place(returns, device):
     result = torch.vmap(scaled, in_dims=(1, 0))(input, scale)
     torch.testing.assert_close(input.cpu(), expected)
     torch.testing.assert_close(result.cpu(), expected.transpose(0, 1))
-    message = "input is written, and must be mapped by torch.vmap as other arguments are"
+    message = "input is written, so torch.vmap must map it like the other arguments"
     with pytest.raises(RuntimeError, match=message):
         torch.vmap(operator, in_dims=(None, 0))(input[:, 0], scale)
     torch.testing.assert_close(input.cpu(), expected)
@@ -179,7 +179,7 @@ def test_lists_in_place():
 
     torch.vmap(step, in_dims=(0, 1))(first, second)
     torch.testing.assert_close((first, second), expected)
-    with pytest.raises(RuntimeError, match="parameters is written, and must be mapped"):
+    with pytest.raises(RuntimeError, match=r"parameters is written, so torch\.vmap must map it"):
         torch.vmap(step, in_dims=(0, None))(first, second[:, 0])
 
 

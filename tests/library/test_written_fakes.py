@@ -36,7 +36,7 @@ def calls(operator, device):
 
 
 def refused(operator, device):
-    message = "other is written, and must not share memory|must not share memory with"
+    message = "must not share memory with"
     input = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match=message):
         operator(input, input)

@@ -181,8 +181,8 @@ def test_in_place_takes_what_the_functional_operator_returns(lib, device):
 
 def test_in_place_without_any_fake_kernel(device):
     message = (
-        "foo_written::alone_: the results of a tile kernel are allocated as the operator's fake "
-        "kernel says, and it has none: register one with foo_ops.library.register_fake"
+        "foo_written::alone_: a tile kernel needs a fake kernel, which says how its results are "
+        "allocated: register one with foo_ops.library.register_fake"
     )
     refused(RuntimeError, message, ops.alone_, *torch.ones(2, 3, device=device))
 
@@ -193,8 +193,8 @@ def test_out_of_a_tile_kernel(device):
     call = out_of(ops.scale)
     # Unchecked, it resized a part of larger memory, and wrote behind it.
     message = (
-        "scale: out must have shape [4, 3] as the result has, since it shares the memory that it "
-        "lies in, got "
+        "scale: out must have shape [4, 3] as the result has, since it shares memory and cannot be "
+        "resized, got "
     )
     for out in (memory[0], memory[1, :0], memory[:2, :3]):
         refused(ValueError, f"{message}{list(out.shape)}", call, input, weight, out)
@@ -221,7 +221,7 @@ def test_outs_of_a_tile_kernel_that_share_memory(device):
 
 
 def check_outs_that_share_memory(call, name, second, first, memory, x, y):
-    message = f"{name}: {second} is written, and must not share memory with {first}, which is wr"
+    message = f"{name}: {second} must not share memory with {first}, since both are written"
     for outs in (
         (memory[:, :3], memory[:, :3]),
         (memory[:, :3], memory[:, 2:5]),
@@ -235,7 +235,7 @@ def check_outs_that_share_memory(call, name, second, first, memory, x, y):
 
 def test_arguments_in_place_that_share_memory(device):
     memory = torch.zeros(4, 6, device=device)
-    message = "both_: weight is written, and must not share memory with input, which is written"
+    message = "both_: weight must not share memory with input, since both are written"
     refused(RuntimeError, message, ops.both_, memory[:, :3], memory[:, 2:5], memory=[memory])
     ops.both_(memory[:, ::2], memory[:, 1::2])
     assert memory.tolist() == [[1, 2] * 3] * 4
@@ -245,7 +245,7 @@ def test_elements_that_share_memory(device):
     """Elements may share memory without an expanded dimension, too."""
     memory, y = torch.ones(9, device=device), torch.ones(3, device=device)
     windows = memory.as_strided((3, 3), (2, 1))
-    message = "scale_: input is written, and must not have elements that share memory"
+    message = "scale_: input is written, so it must not have elements that share memory"
     refused(RuntimeError, message, ops.scale_, windows, y, memory=[memory])
     message = "unsupported operation: more than one element of the written-to tensor refers to a"
     refused(RuntimeError, message, ops.add_, windows, y, memory=[memory])
@@ -288,8 +288,8 @@ def test_elementwise_out_of_another_shape(dtype, device):
     message = "output with shape [3] doesn't match the broadcast shape [2, 3]"
     refused(RuntimeError, message, call, x, y, x)
     message = (
-        "add: out must have shape [2, 3] as the result has, since it shares the memory that it "
-        "lies in, got "
+        "add: out must have shape [2, 3] as the result has, since it shares memory and cannot be "
+        "resized, got "
     )
     refused(ValueError, message + "[3]", call, x[:], y, x)
     refused(ValueError, message + "[5]", call, x, y, memory[:5], memory=[memory])

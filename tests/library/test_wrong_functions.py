@@ -85,8 +85,7 @@ def test_scratch_and_refuse_that_are_no_functions():
 def test_generators():
     line = halves.__code__.co_firstlineno
     end = (
-        "a function that returns, since kernels cannot have generators, and halves "
-        f"({__file__}:{line}) yields in line {line + 2}"
+        f"a function without yield, got halves ({__file__}:{line}), which yields in line {line + 2}"
     )
     message = f"foo_functions::never: numba_op must be given {end}"
     refused(TypeError, message, library.numba_op, "foo_functions::never", halves)
@@ -126,7 +125,7 @@ def test_what_is_no_dtype(dtypes):
 
 def test_result_type_of_some_dtypes():
     message = (
-        "elementwise_kernel: result_type must have an entry for each of dtypes, and has none for "
+        "elementwise_kernel: result_type must have an entry for each of dtypes, got none for "
         "torch.float16"
     )
     options = {"result_type": {torch.float32: torch.int64}}

@@ -121,7 +121,7 @@ ERRORS = {
     "positions": (
         ValueError,
         {"positions": torch.tensor([1])},
-        "positions must have shape [2] as key has sequences, got [1]",
+        "positions must have shape [2] to match the batch of key, got [1]",
     ),
     "dtype of positions": (
         TypeError,
@@ -155,10 +155,8 @@ def sharing():
     """Return, by name, argument changes that make caches share memory, and the error message."""
     cache, wide, elements = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 6), torch.zeros(100)
     value = {"value": torch.ones(2, 3, 2, 4)}
-    apart = (
-        "value_cache is written, and must not share memory with key_cache, which is written, too"
-    )
-    alone = "{} is written, and must not have elements that share memory"
+    apart = "value_cache must not share memory with key_cache, since both are written"
+    alone = "{} is written, so it must not have elements that share memory"
     return {
         "one": ({"key_cache": cache, "value_cache": cache} | value, apart),
         "views": ({"key_cache": cache, "value_cache": cache[:]} | value, apart),
@@ -214,7 +212,7 @@ def test_fake_caches_beside_each_other(is_symbolic):
             foo_ops.cache_append(**{key: mode.from_tensor(it) for key, it in given.items()})
 
 
-SHAPE = "must have shape [2, 2] as key has sequences, got"
+SHAPE = "must have shape [2, 2] to match the batch of key, got"
 TABLES = [
     (torch.ones(3, 2, dtype=torch.int64), ValueError, f"{SHAPE} [3, 2]"),
     (torch.ones(2, dtype=torch.int64), ValueError, f"{SHAPE} [2]"),

@@ -271,8 +271,7 @@ def test_what_does_not_fit_is_refused():
     shape = list(input.shape)
     refused(
         ValueError,
-        "silu_mul: up must be nested in the same parts as gate, got shapes "
-        f"{list(values.shape)} and {shape}",
+        f"silu_mul: up must be ragged like gate, got shapes {list(values.shape)} and {shape}",
         ops.silu_mul.default,
         input,
         values,
@@ -285,7 +284,7 @@ def test_what_does_not_fit_is_refused():
     assert one.shape == other.shape
     refused(
         ValueError,
-        f"silu_mul: up must be nested in the same parts as gate, got shapes {list(one.shape)} and "
+        f"silu_mul: up must be ragged like gate, got shapes {list(one.shape)} and "
         f"{list(one.shape)}",
         ops.silu_mul.default,
         one,
@@ -308,7 +307,7 @@ def test_what_does_not_fit_is_refused():
     side_by_side = input.transpose(1, 2)
     refused(
         NotImplementedError,
-        "linear: input must not have its parts side by side in the last dimension, got shape "
+        "linear: input must not be ragged in the last dimension, got shape "
         f"{list(side_by_side.shape)}",
         ops.linear.default,
         side_by_side,

@@ -205,7 +205,7 @@ REFUSED = {
     "bias of another length": (
         lambda: (zeros(2, 3), zeros(4, 3), zeros(3)),
         ValueError,
-        "linear: bias must have 4 elements as weight has rows, got 3",
+        "linear: bias must have 4 elements, one for each row of weight, got 3",
     ),
 }
 REFUSED_GATES = {
@@ -239,17 +239,17 @@ REFUSED_BACKWARD = {
     "no input": (
         lambda: (zeros(2, 4), None, zeros(4, 3)),
         ValueError,
-        "linear_backward: input must be given where weight_requires_grad is true, got None",
+        "linear_backward: input must be given if weight_requires_grad is true, got None",
     ),
     "no weight": (
         lambda: (zeros(2, 4), zeros(2, 3), None),
         ValueError,
-        "linear_backward: weight must be given where input_requires_grad is true, got None",
+        "linear_backward: weight must be given if input_requires_grad is true, got None",
     ),
     "weight of other rows": (
         lambda: (zeros(2, 4), zeros(2, 3), zeros(5, 3)),
         ValueError,
-        "linear_backward: weight must have 4 rows as grad_output has columns, got 5",
+        "linear_backward: weight must have 4 rows, one for each column of grad_output, got 5",
     ),
     "input of other rows": (
         lambda: (zeros(2, 4), zeros(3, 3), zeros(4, 3)),

@@ -232,8 +232,7 @@ def test_refuses_targets_that_are_no_classes(wrong, device):
     hidden.requires_grad_()
     target[1] = wrong
     message = (
-        "linear_cross_entropy: target must be in [0, 4) as weight has rows, or ignore_index -100, "
-        f"got {wrong}"
+        f"linear_cross_entropy: target must be a class in [0, 4) or ignore_index -100, got {wrong}"
     )
     with pytest.raises(IndexError, match=rf"\A{re.escape(message)}\Z"):
         foo_ops.linear_cross_entropy(hidden, weight, target)
@@ -278,7 +277,7 @@ REFUSED = {
     "target must be int64, got float32": (
         TypeError, (zeros(2, 3), zeros(4, 3), zeros(2)), {},
     ),
-    "target must have shape [2] as hidden has rows, got [3]": (
+    "target must have shape [2] to match the rows of hidden, got [3]": (
         ValueError, (zeros(2, 3), zeros(4, 3), labels(3)), {},
     ),
     "bias must have 1 dimension (V), got 2": (
@@ -287,7 +286,7 @@ REFUSED = {
     "bias must be float32 as hidden is, got float16": (
         TypeError, (zeros(2, 3), zeros(4, 3), labels(2), zeros(4, dtype=torch.float16)), {},
     ),
-    "bias must have 4 elements as weight has rows, got 3": (
+    "bias must have 4 elements, one for each row of weight, got 3": (
         ValueError, (zeros(2, 3), zeros(4, 3), labels(2), zeros(3)), {},
     ),
     "label_smoothing must be in [0, 1], got 1.5": (
@@ -314,7 +313,7 @@ REFUSED_BACKWARD = {
     "logsumexp must be on cpu as hidden is, got foo:0": (
         ValueError, (None, None, zeros(), *GIVEN[:4], zeros(2, device="foo")), {},
     ),
-    "bias must be given where bias_requires_grad is true, got None": (
+    "bias must be given if bias_requires_grad is true, got None": (
         ValueError, (None, None, zeros(), *GIVEN), {"bias_requires_grad": True},
     ),
 }  # fmt: skip

@@ -210,7 +210,7 @@ REFUSED = {
     "exponentials must have at most 0 rows, got 3": (
         ValueError, torch.zeros(3, 6), torch.zeros(1, 3), 2.0,
     ),
-    "exponentials must have 6 columns as weight has rows, got 5": (
+    "exponentials must have 6 columns, one for each row of weight, got 5": (
         ValueError, torch.zeros(3, 5), torch.zeros(1, 3), 0.0,
     ),
     "exponentials must be on cpu as hidden is, got foo:0": (
@@ -219,7 +219,8 @@ REFUSED = {
     "exponentials must be float32 where hidden is float32, got bfloat16": (
         TypeError, torch.zeros(3, 6).bfloat16(), torch.zeros(1, 3), 0.0,
     ),
-    "bases must have shape [1, 3] as exponentials have blocks of columns and rows, got [2, 3]": (
+    "bases must have shape [1, 3] for the blocks of columns and the rows of exponentials, got [2, "
+    "3]": (
         ValueError, torch.zeros(3, 6), torch.zeros(2, 3), 0.0,
     ),
     "bases must be float32 where hidden is float32, got float64": (

@@ -124,7 +124,7 @@ REFUSED = {
         loss,
         lambda: (zeros(3, 4), zeros(2, dtype=torch.int64)),
         ValueError,
-        "softmax_cross_entropy: target must have shape [3] as logits have rows, got [2]",
+        "softmax_cross_entropy: target must have shape [3] to match the rows of logits, got [2]",
     ),
     "too smooth": (
         lambda logits, target: loss(logits, target, label_smoothing=1.5),
@@ -198,7 +198,7 @@ def test_refuses_targets_that_are_no_classes(wrong, device):
     logits = torch.zeros(2, 3, 4, device=device, requires_grad=True)
     target = torch.zeros(2, 3, dtype=torch.int64, device=device)
     target[1, 1] = wrong
-    ranges = "in [0, 4) as logits have classes, or ignore_index -100"
+    ranges = "a class in [0, 4) or ignore_index -100"
     message = f"softmax_cross_entropy: target must be {ranges}, got {wrong}"
     with pytest.raises(IndexError, match=rf"\A{re.escape(message)}\Z"):
         foo_ops.softmax_cross_entropy(logits, target)

@@ -129,7 +129,7 @@ def test_the_refusal_is_registered_once():
 
 def test_rows_are_arguments():
     define_triple("foo_nested::misspelt")
-    message = r"\Afoo_nested::misspelt: rows must be among its arguments \['input'\], got 'inptu'\Z"
+    message = r"\Afoo_nested::misspelt: rows must be among the arguments \['input'\], got 'inptu'\Z"
     with pytest.raises(ValueError, match=message):
         library.register_nested_rows("foo_nested::misspelt", "inptu")
 

@@ -227,7 +227,7 @@ OTHERS = (
         8,
         lambda weight, scale: (weight.view(torch.uint8), scale),
         TypeError,
-        "weight must be int8 without zero, got uint8",
+        "weight must be int8 if zero is None, got uint8",
     ),
     (
         8,
@@ -245,7 +245,7 @@ OTHERS = (
         8,
         lambda weight, scale: (weight, scale[:1]),
         ValueError,
-        "scale must have 6 elements as weight has rows, got 1",
+        "scale must have 6 elements, one for each row of weight, got 1",
     ),
     (
         8,
@@ -263,7 +263,7 @@ OTHERS = (
         4,
         lambda weight, scale, zero: (weight.view(torch.int8), scale, zero),
         TypeError,
-        "weight must be uint8 with zero, got int8",
+        "weight must be uint8 if zero is given, got int8",
     ),
     (
         4,
@@ -281,13 +281,13 @@ OTHERS = (
         4,
         lambda weight, scale, zero: (weight, scale[:1], zero),
         ValueError,
-        "scale must have 6 rows as weight has, got 1",
+        "scale must have 6 rows, one for each row of weight, got 1",
     ),
     (
         4,
         lambda weight, scale, zero: (weight, scale.repeat(1, 2), zero.repeat(1, 2)),
         ValueError,
-        "scale must have columns for groups of 32, 64 or 128, got 4 for 64 elements",
+        "scale must have a column for each 32, 64 or 128 of the 64 elements of a row, got 4",
     ),
     (
         4,

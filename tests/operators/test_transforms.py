@@ -282,7 +282,7 @@ def test_in_place_operators_are_mapped():
     target = x.clone()
     torch.func.vmap(torch.ops.foo_transforms.halved_, in_dims=(0, 1))(target, y)
     torch.testing.assert_close(target, (x + y.T.unsqueeze(1)) / 2)
-    message = "foo_transforms::halved_: x is written, and must be mapped by torch.vmap as other"
+    message = "foo_transforms::halved_: x is written, so torch.vmap must map it like"
     with pytest.raises(RuntimeError, match=message):
         torch.func.vmap(torch.ops.foo_transforms.halved_, in_dims=(None, 1))(target[0], y)
 

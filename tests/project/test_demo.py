@@ -213,8 +213,8 @@ def test_slopes_change_and_are_kept(small, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "argument --steps: must be a whole number from 1 up, got 0"),
-        (["--steps", "ten"], "argument --steps: must be a whole number from 1 up, got ten"),
+        (["--steps", "0"], "argument --steps: must be a whole number of at least 1, got 0"),
+        (["--steps", "ten"], "argument --steps: must be a whole number of at least 1, got ten"),
         (["--seed", "-1"], "argument --seed: must be a whole number from 0 to 2**63 - 1, got -1"),
         (["--output", __file__], f"--output: must be a folder, got {__file__} (File exists)"),
         (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
@@ -235,7 +235,7 @@ def test_a_folder_that_takes_no_file_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(SystemExit):
         demo.parse_options(["--output", str(tmp_path)])
-    message = f"argument --output: must be a folder one may write to, got {tmp_path}\n"
+    message = f"argument --output: must be a writable folder, got {tmp_path}\n"
     assert message in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ PROGRAMS = {
     ),
     "docs/kit_reference.md": (
         "reduced_error: kind must be 'absolute' or 'square', got 'cubic'",
-        "input has 2 dimensions and must be given as many indices, got 1",
+        "input has 2 dimensions and must be given one index for each, got 1",
         "difference: input.row(0)[5] is outside of input, which has shape [2, 5]",
         "take_rows: indices must be in [0, 5), got 5",
         "mylib::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'",

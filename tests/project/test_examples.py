@@ -107,7 +107,7 @@ def test_llama_decoding_notices_a_wrong_attention(llama):
 def test_command_line(name):
     process = python(EXAMPLES / f"{name}.py", "--rounds", 0)
     assert process.returncode == 2
-    assert "--rounds: must be a whole number from 1 up, got 0" in process.stderr
+    assert "--rounds: must be a whole number of at least 1, got 0" in process.stderr
 
 
 def test_mixture(example, capsys):

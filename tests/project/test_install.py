@@ -22,7 +22,7 @@ INSTALLED = ".".join(torch.__version__.split(".")[:2])
 def built_for_another(monkeypatch):
     monkeypatch.setattr(foo_ops._built_for, "TORCH", "2.1")
     return (
-        f"foo_ops was built for torch 2.1, and torch {torch.__version__} is installed: "
+        f"foo_ops was built for torch 2.1, but torch {torch.__version__} is installed: "
         f"install torch 2.1, or a foo_ops for torch {INSTALLED}"
     )
 
@@ -43,12 +43,12 @@ def test_another_torch(built_for_another):
     [
         (
             'sys.modules["foo_ops._built_for"] = types.SimpleNamespace(TORCH="2.1")',
-            f"foo_ops was built for torch 2.1, and torch {torch.__version__} is installed: "
+            f"foo_ops was built for torch 2.1, but torch {torch.__version__} is installed: "
             f"install torch 2.1, or a foo_ops for torch {INSTALLED}",
         ),
         (
             'import torch; torch.utils.rename_privateuse1_backend("npu")',
-            "torch has a place for one backend from outside (PrivateUse1), and npu has taken it",
+            "torch has room for one out-of-tree backend (PrivateUse1), and npu already uses it",
         ),
     ],
 )
@@ -73,7 +73,7 @@ except ImportError as error:
     process = python(program, ENTRY, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
-        f"1 device foo is left out: {reason}",
+        f"1 device foo is not available: {reason}",
         "2.0 False False",
         reason,
     ]

@@ -50,9 +50,9 @@ def test_text():
         "    race(side)",
         "  File, in race",
         '    x = torch.ones(2, 3, device="foo")',
-        "To make it right: let the one stream wait for the other: stream "
-        f"{number}.wait_stream(torch.foo.default_stream()), or an event that is recorded after the "
-        "first access and waited for before the second.",
+        "To fix this: let one stream wait for the other, stream "
+        f"{number}.wait_stream(torch.foo.default_stream()), or record an event after the first "
+        "access and wait for the event before the second.",
     ]
 
 

@@ -28,7 +28,7 @@ def test_wrong(program):
     first, *rest = process.stderr.splitlines()
     assert first.startswith("foo_ops.sanitizer: host access: ")
     deed = "written" if "write" in name else "read"
-    assert rest[0] == f"now: {deed} by code that is no operator on the host"
+    assert rest[0] == f"now: {deed} by code outside of operators on the host"
     assert any(name in line or "threading.py" in line for line in rest)
     assert process.stderr.count("foo_ops.sanitizer: ") == 1
 
@@ -65,12 +65,12 @@ with sanitizer.check():
     assert process.stderr.splitlines() == [
         "foo_ops.sanitizer: host access: tensor of shape (2, 3) and torch.float32 on foo:0, 24 "
         f"bytes at {address}",
-        "now: read by code that is no operator on the host",
+        "now: read by code outside of operators on the host",
         '  File "<string>", line 8, in <module>',
         "before: written by aten::fill_ on the default stream",
         '  File "<string>", line 6, in <module>',
-        "To make it right: copy the tensor to the CPU first: tensor.cpu(); its data_ptr() is for "
-        "kernels alone.",
+        "To fix this: copy the tensor to the CPU first with tensor.cpu(); only kernels may use its "
+        "data_ptr().",
     ]
 
 

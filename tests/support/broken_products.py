@@ -176,27 +176,27 @@ class Broken:
 BROKEN = {
     "fake shape": Broken(
         "fake_kernel",
-        r"the fake kernel gives output 0 the shape \(7, 4\), the kernel gives it \(7, 3\)",
+        r"the fake kernel gives output 0 the shape \(7, 4\), but the kernel \(7, 3\)",
         fake=lambda a, b: a.new_empty(a.shape[0], a.shape[1] + 1),
     ),
     "fake dtype": Broken(
         "fake_kernel",
-        r"gives output 0 the dtype torch\.float32, the kernel gives it torch\.bfloat16",
+        r"gives output 0 the dtype torch\.float32, but the kernel torch\.bfloat16",
         fake=lambda a, b: torch.empty(a.shape, device=a.device),
     ),
     "fake stride": Broken(
         "fake_kernel",
-        r"gives output 0 the stride \(1, 7\), the kernel gives it \(3, 1\)",
+        r"gives output 0 the stride \(1, 7\), but the kernel \(3, 1\)",
         fake=lambda a, b: a.new_empty(a.shape[::-1]).t(),
     ),
     "fake stride of strided input": Broken(
         "fake_kernel_in_layouts",
-        r"gives output 0 the stride \(1, 7\), the kernel gives it \(3, 1\)",
+        r"gives output 0 the stride \(1, 7\), but the kernel \(3, 1\)",
         fake=lambda a, b: torch.empty_like(a),
     ),
     "fake device": Broken(
         "fake_kernel",
-        r"gives output 0 the device cpu, the kernel gives it foo:0",
+        r"gives output 0 the device cpu, but the kernel foo:0",
         fake=lambda a, b: torch.empty(a.shape, dtype=a.dtype),
     ),
     "fake kernel raises": Broken(
@@ -205,7 +205,7 @@ BROKEN = {
         fake=lambda a, b: 1 // 0,
     ),
     "no fake kernel": Broken(
-        "fake_kernel", r"^there is no fake kernel: register one \(torch\.library", fake=None
+        "fake_kernel", r"^the operator has no fake kernel: register one \(torch\.library", fake=None
     ),
     "fake kernel looks at data": Broken("compiled_graph", "torch.compile", fake=looking_at_data),
     "fake kernel looks at data, without gradients": Broken(
@@ -213,7 +213,7 @@ BROKEN = {
     ),
     "fake kernel of one size": Broken(
         "compiled_for_dynamic_shapes",
-        "the graph that was compiled for size 9 does not serve size 6: the fake kernel",
+        "the graph compiled for size 9 does not serve size 6: the fake kernel",
         fake=specialised_on_a_size,
     ),
     "fake kernel decides by a size that depends on data": Broken(
@@ -223,7 +223,7 @@ BROKEN = {
     ),
     "fake kernel of one size, exported": Broken(
         "exported",
-        r"torch\.export\.export\(strict=True\), of counted sizes, raised",
+        r"torch\.export\.export\(strict=True\) with counted sizes raised",
         fake=specialised_on_a_size,
     ),
     "values": Broken(
@@ -234,7 +234,7 @@ BROKEN = {
     ),
     "an element not written": Broken(
         "values",
-        r"wrong in 1 of 21 .* 1 of them are nan: memory that nobody has written is full of it",
+        r"wrong in 1 of 21 .* 1 of them are nan, which fills fresh memory during this check: ",
         make=without_last,
     ),
     "fresh memory read": Broken(
@@ -242,7 +242,7 @@ BROKEN = {
     ),
     "strides ignored": Broken(
         "layouts",
-        "The same numbers in contiguous tensors give the right result: the kernel, or its formula, "
+        "Contiguous tensors with the same numbers give the right result: the kernel or the formula "
         "does not follow the strides and the offset of reversed_dimensions",
         make=ignoring_strides,
     ),
@@ -266,44 +266,46 @@ BROKEN = {
         make=refusing_bfloat16,
     ),
     "device of an output": Broken(
-        "values", "output 0 is on cpu, its inputs are on foo", make=on_cpu
+        "values", "output 0 must be on foo as the inputs are, got cpu", make=on_cpu
     ),
     "argument written": Broken(
         "writes_only_what_is_declared",
-        r"it writes its argument b, and its schema does not say so: .*\(Tensor a, Tensor b\)",
+        r"the operator writes its argument b, but its schema does not declare this: "
+        r".*\(Tensor a, Tensor b\)",
         make=writing_b,
     ),
     "memory beside an argument written": Broken(
         "writes_only_what_is_declared",
-        "it writes to the memory of its argument a beside the elements that it got",
+        "the operator writes to the memory of its argument a outside of the tensor's elements",
         make=writing_beside_a,
     ),
     "memory beside the result written": Broken(
         "writes_only_what_is_declared",
-        "it writes beside output 0, (84|42|168) bytes that it allocated: the first such byte is "
-        "2 bytes after its end",
+        "the operator writes outside of output 0, an allocation of (84|42|168) bytes: the first "
+        "byte written is 2 bytes after its end",
         make=writing_beside_the_result,
     ),
     "memory before the result written": Broken(
         "writes_only_what_is_declared",
-        r"it writes beside output 0, \d+ bytes that it allocated: the first such byte is 4 bytes "
-        "before it",
+        r"the operator writes outside of output 0, an allocation of \d+ bytes: the first byte "
+        "written is 4 bytes before its start",
         make=writing_before_the_result,
     ),
     "memory beside working memory written": Broken(
         "writes_only_what_is_declared",
-        r"it writes beside memory to work in, \d+ bytes that it allocated: the first such byte is "
-        "0 bytes after its end",
+        r"the operator writes outside of temporary memory, an allocation of \d+ bytes: the first "
+        "byte written is 0 bytes after its end",
         make=writing_beside_working_memory,
     ),
     "argument returned": Broken(
         "aliases_only_what_is_declared",
-        "output 0 shares memory with its argument a, and its schema does not say so",
+        "output 0 shares memory with its argument a, but the schema does not declare this",
         make=aliasing,
     ),
     "result of an earlier call": Broken(
         "aliases_only_what_is_declared",
-        "output 0 shares memory with a result of an earlier call, and its schema does not say so",
+        "output 0 shares memory with a result of an earlier call, but the schema does not declare "
+        "this",
         make=in_one_buffer,
     ),
     "gradient of the gradient": Broken(
@@ -337,7 +339,7 @@ BROKEN = {
     ),
     "gradient raises": Broken(
         "gradients",
-        "the formula of its gradient raised RuntimeError: no such formula",
+        "the gradient formula raised RuntimeError: no such formula",
         backward=raising_backward,
     ),
     "gradient that nobody needs": Broken(
@@ -347,7 +349,7 @@ BROKEN = {
     ),
     "index of a device": Broken(
         "second_device",
-        "output 0 is on foo:0, its inputs are on foo:1",
+        "output 0 must be on foo:1 as the inputs are, got foo:0",
         make=lambda a, b: product(a, b).to("foo:0"),
     ),
     "fake kernel wants dense input": Broken(
@@ -362,7 +364,7 @@ BROKEN = {
     ),
     "no formula": Broken(
         "gradients",
-        r"there is no formula of its gradient: register one \(torch\.library\.register_autograd",
+        r"the operator has no gradient formula: register one \(torch\.library\.register_autograd",
         backward=None,
     ),
     "opcheck": Broken("opcheck", "test_schema", make=writing_b),

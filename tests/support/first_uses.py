@@ -183,7 +183,7 @@ def installed_anew():
         try:
             use()
         except (ImportError, RuntimeError) as error:
-            assert "start the process again" in str(error)  # noqa: PT017
+            assert "restart the process" in str(error)  # noqa: PT017
         else:
             raise AssertionError("it goes on")
 

@@ -51,7 +51,7 @@ def test_report_names_all_failures():
     assert lines[0] == f"{spec.name} fails 9 of 18 cases"
     assert lines[2].startswith(f"{name}-cpu-float32-values-size7: output 0 is wrong in 21 of 21")
     assert lines[3] == (
-        "The sample 'size7', float32 on cpu, was given to it as it is, and fresh memory was full "
+        "The sample 'size7', float32 on cpu, was passed to the operator, and fresh memory was full "
         "of NaN."
     )
     assert lines[4] == (
@@ -87,18 +87,18 @@ def test_an_operator_is_not_blamed_for_what_another_wrote():
         (
             "layouts",
             "The sample 'size7', float32 on foo, was laid out by every_second (Give the last "
-            "dimension a stride of 2), given to it, and fresh memory was full of NaN.",
+            "dimension a stride of 2), passed to the operator, and fresh memory was full of NaN.",
         ),
-        ("opcheck", "was given to torch.library.opcheck as it is, requiring gradients."),
+        ("opcheck", "was passed to torch.library.opcheck, requiring gradients."),
         (
             "compiled_for_dynamic_shapes",
             "The sample, float32 on foo, was of size 9, and then of sizes 6 and 19 for the same "
-            "graph (dynamic=True), compiled by torch.compile, copied before the operator.",
+            "graph of torch.compile(dynamic=True), with a copy before the operator.",
         ),
         (
             "compiled_graph",
-            "The sample, float32 on foo, was each of the essential ones, compiled by "
-            "torch.compile, negated twice before the operator, all in one graph.",
+            "The sample, float32 on foo, was replaced by all essential samples in one graph, "
+            "compiled by torch.compile, with two negations before the operator.",
         ),
     ],
 )

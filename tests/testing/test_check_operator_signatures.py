@@ -222,12 +222,12 @@ OTHERS_BROKEN = {
     "the same numbers for every seed": (
         frozen_spec,
         "draws_follow_the_seed",
-        "four seeds give the same results: it draws no",
+        "four seeds give the same results: no numbers",
     ),
     "second tensor of a list written": (
         lambda: lists_spec(lambda tensors, *, factor, offset=0: [t.mul_(factor) for t in tensors]),
         "writes_only_what_is_declared",
-        r"it writes its argument tensors\[0\], and its schema does not say so",
+        r"the operator writes its argument tensors\[0\], but its schema does not declare",
     ),
     "outputs in common memory": (
         lambda: lists_spec(scaled_in_common_memory),
@@ -237,7 +237,7 @@ OTHERS_BROKEN = {
     "fake kernel forgets a tensor": (
         lambda: lists_spec(fake=lambda tensors, **options: scale_fake(tensors, **options)[1:]),
         "fake_kernel",
-        "the fake kernel returns 1 tensors, not 2",
+        "the fake kernel must return 2 tensors, got 1",
     ),
     "gradient through the second output": (
         lambda: both_spec(lambda ctx, first, second: first * 2),
@@ -252,28 +252,28 @@ OTHERS_BROKEN = {
     "size that a fake kernel knows": (
         lambda: data_dependent_spec(fake=lambda x: x.new_empty(2)),
         "fake_kernel",
-        r"the fake kernel gives output 0 the shape \(2,\), the kernel gives it",
+        r"the fake kernel gives output 0 the shape \(2,\), but the kernel",
     ),
     "one element more": (
         lambda: data_dependent_spec(lambda x: torch.cat([positives(x), x.new_ones(1)])),
         "values",
-        "output 0 has shape .*, that of the reference",
+        "output 0 must have shape .* as the reference has, got",
     ),
     "argument not written": (lambda: written_spec(not_written), "values", "output 0 is wrong"),
     "other argument written": (
         lambda: written_spec(second_written_too),
         "writes_only_what_is_declared",
-        "it writes its argument b, and its schema does not say so",
+        "the operator writes its argument b, but its schema does not declare this",
     ),
     "copy returned in place": (
         lambda: in_place_spec(returned_copy),
         "aliases_only_what_is_declared",
-        "output 0 must be its argument a itself, and is not",
+        "output 0 must be the argument a itself, got another tensor",
     ),
     "out given other memory": (
         lambda: out_spec(out_moved),
         "out_in_layouts",
-        "an out argument of the right shape and dtype was given other memory",
+        "an out argument of the right shape and dtype must keep its memory, got other memory",
     ),
     "strides of out ignored": (
         lambda: out_spec(out_strides_ignored),
@@ -283,7 +283,7 @@ OTHERS_BROKEN = {
     "written beside out": (
         lambda: out_spec(out_strides_ignored),
         "writes_only_what_is_declared",
-        "it writes to the memory of its argument out beside the elements that it got",
+        "the operator writes to the memory of its argument out outside of the tensor's elements",
     ),
     "threads": (
         lambda: product_spec(depending_on_threads, large=lambda dtype: pair(dtype, 5)),
@@ -293,7 +293,7 @@ OTHERS_BROKEN = {
     "number of outputs": (
         lambda: spec_of(product_spec().operator, reference=lambda a, b: (a * b, a)),
         "values",
-        "it has 1 outputs, its reference 2",
+        "the operator has 1 outputs, but its reference 2",
     ),
     "reference without a history": (
         lambda: spec_of(product_spec().operator, reference=lambda a, b: (a * b).detach()),
@@ -313,7 +313,7 @@ def test_tag_of_an_operator_that_returns_what_it_writes():
     schema = "(Tensor(a!) a, Tensor b) -> Tensor(a!)"
     operator = define(lambda a, b: a.mul_(b), schema, fake=lambda a, b: a)
     spec = product_spec().variant(operator, differentiable=False)
-    hint = ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
+    hint = ". If the operator returns the argument that it writes, define it with torch.Tag.inplace"
     for message in failures_of(spec, ["opcheck"]).values():
         assert message.splitlines()[-2].endswith(hint)
 

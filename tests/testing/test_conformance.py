@@ -58,7 +58,7 @@ def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
 
     result = conformance("--device", "foo", "--only", "nothing", "--out", str(out))
     assert result.returncode == 1
-    assert f"{out} must be of device foo to be resumed, got cpu" in result.stderr
+    assert f"{out} must be a file of device foo to be resumed, got cpu" in result.stderr
 
 
 def test_another_device_runs_without_foo(tmp_path):

@@ -67,7 +67,7 @@ def test_strides_of_no_elements_mean_nothing(shape):
 def test_wrong_strides_are_found():
     x = torch.arange(6.0).view(2, 3)
     same("equal", (x[:1],), (x[:1].as_strided((1, 3), (7, 1)),))
-    message = "they differ: tensor 0 has the stride (1, 2), not (3, 1)"
+    message = "they differ: tensor 0 has strides (1, 2), not (3, 1)"
     with pytest.raises(AssertionError, match=re.escape(message)):
         same("they differ", (x.t().contiguous().t(),), (x,))
 

@@ -153,8 +153,8 @@ def test_what_is_wrong_is_said(run):
     assert process.returncode == 1
     assert counts(process) == {"failed": 1, "passed": 7}
     assert re.search(
-        r"AssertionError: output 0 is wrong in 3 of 21 elements; .* 3 of them are nan: memory that "
-        "nobody has written is full of it here",
+        r"AssertionError: output 0 is wrong in 3 of 21 elements; .* 3 of them are nan, which fills "
+        "fresh memory during this check",
         process.stdout,
     )
     # The traceback leaves out the checks' own code, which does not help the author.
@@ -178,7 +178,7 @@ def test_operators_are_not_listed_unasked(run):
 def test_operators_must_be_named(run):
     process = run("def test_operator(operator_check): ...")
     assert process.returncode != 0
-    assert "test_operator asks for operator_check: say of which operators" in process.stdout
+    assert "test_operator: a test with operator_check must name operators" in process.stdout
 
 
 def test_checks_of_a_marker(run):

@@ -199,7 +199,7 @@ PackedSequences packed(const char* name, const OptionalTensor& starts_q,
                        const OptionalTensor& used_k = std::nullopt,
                        const OptionalTensor& block_table = std::nullopt) {
   TORCH_CHECK_VALUE(has_value(starts_k) || has_value(used_k), name,
-                    ": cum_seq_k must be given where cum_seq_q is, got None");
+                    ": cum_seq_k must be given if cum_seq_q is given, got None");
   const Tensor starts =
       has_value(starts_k)
           ? *starts_k
@@ -391,7 +391,7 @@ struct Efficient {
     TORCH_CHECK_VALUE(custom_mask >= kNoMask && custom_mask <= kCausalFromBottomRight, name,
                       ": custom_mask_type must be 0, 1 or 2, got ", custom_mask);
     TORCH_CHECK_VALUE(has_value(starts_q) == has_value(starts_k), name,
-                      ": cu_seqlens_q and cu_seqlens_k must be given together");
+                      ": cu_seqlens_q and cu_seqlens_k must be given together, got one of them");
     TORCH_CHECK_VALUE(!has_value(starts_q) || query.size(0) == 1, name,
                       ": query must have batch size 1 with cu_seqlens_q, got ", query.size(0));
     TORCH_CHECK_VALUE(window <= 0 || custom_mask != kNoMask, name,
@@ -432,9 +432,9 @@ struct Efficient {
     if (custom_mask == kCausalFromBottomRight) result.window_right = 0;
     if (window > 0) {
       TORCH_CHECK_NOT_IMPLEMENTED(
-          custom_mask == kCausalFromBottomRight || queries == keys, name,
-          ": window_size with custom_mask_type 1 must have as many keys as queries on foo, ",
-          queries, ", got ", keys);
+          custom_mask == kCausalFromBottomRight || queries == keys, name, ": key must have length ",
+          queries, " as query has on foo if window_size is given with custom_mask_type 1, got ",
+          keys);
       result.window_left = window - 1;
     }
     return result;
@@ -458,7 +458,8 @@ struct Efficient {
   void check_starts(const char* argument, const std::vector<int64_t>& starts, int64_t total) const {
     TORCH_CHECK_VALUE(!starts.empty() && starts.front() == 0 && starts.back() <= total &&
                           std::is_sorted(starts.begin(), starts.end()),
-                      name, ": ", argument, " must rise from 0 to at most ", total);
+                      name, ": ", argument, " must increase from 0 to at most ", total, ", got ",
+                      at::IntArrayRef(starts));
   }
 };
 
@@ -541,7 +542,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
                        .options = {.scale = scale, .dropout_p = dropout_p}};
   call.check(query, key, value);
   TORCH_CHECK_VALUE(!has_value(cu_seqlens_q) || max_seqlen_q.has_value(), call.name,
-                    ": max_seqlen_q must be given where cu_seqlens_q is, got None");
+                    ": max_seqlen_q must be given if cu_seqlens_q is given, got None");
   const int64_t longest_q = has_value(cu_seqlens_q) ? *max_seqlen_q : query.size(1);
   const Tensor seed = draw_seed(query, dropout_p);
   const auto [output, logsumexp] =
@@ -576,8 +577,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     return {laid_out_like(query, found.query), laid_out_like(key, found.key),
             laid_out_like(value, found.value), grad_bias};
   }
-  TORCH_CHECK_VALUE(query.sizes() == key.sizes() && query.sizes() == value.sizes(), call.name,
-                    ": query, key and value must have the same sizes for shared_storage_dqdkdv");
+  TORCH_CHECK_VALUE(
+      query.sizes() == key.sizes() && query.sizes() == value.sizes(), call.name,
+      ": query, key and value must have the same sizes for shared_storage_dqdkdv, got ",
+      query.sizes(), ", ", key.sizes(), " and ", value.sizes());
   const auto all = at::stack({found.query, found.key, found.value}, -3);
   return {all.select(-3, 0), all.select(-3, 1), all.select(-3, 2), grad_bias};
 }

@@ -167,8 +167,8 @@ void check_randomness(const c10::OperatorHandle& op) {
       !op.hasTag(at::Tag::nondeterministic_seeded) || takes_generator(op.schema());
   TORCH_CHECK_NOT_IMPLEMENTED(has_generator_of_foo || draws_nothing(op.operator_name()),
                               op.operator_name(),
-                              " draws random numbers and takes no generator, so that its kernel "
-                              "for cpu cannot run on foo: register one for foo");
+                              " draws random numbers and takes no generator, so its kernel for cpu "
+                              "cannot run on foo: register a kernel for foo");
 }
 
 void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,

@@ -25,10 +25,11 @@ Tensor with_heads_behind_queries(const Tensor& result) {
 }
 
 void check_dropout(double dropout_p) {
-  TORCH_CHECK_NOT_IMPLEMENTED(dropout_p == 0.0,
-                              "scaled_dot_product_attention: the flash attention of the CPU takes "
-                              "no dropout, got dropout_p ",
-                              dropout_p);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      dropout_p == 0.0,
+      "scaled_dot_product_attention: dropout_p must be 0 for flash attention "
+      "on the CPU, got ",
+      dropout_p);
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,

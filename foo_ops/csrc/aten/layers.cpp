@@ -173,9 +173,8 @@ std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const a
                                                 OptionalTensorRef running_mean,
                                                 OptionalTensorRef running_var, double momentum,
                                                 double eps, const at::Tensor& counts) {
-  TORCH_CHECK_VALUE(counts.numel() == mean.size(0),
-                    "foo: counts must have a number for each of the ", mean.size(0),
-                    " processes, got ", counts.numel());
+  TORCH_CHECK_VALUE(counts.numel() == mean.size(0), "foo: counts must have ", mean.size(0),
+                    " elements, one for each process, got ", counts.numel());
   const at::Tensor weights = counts.to(at::kDouble).view({-1, 1});
   const at::Tensor total = weights.sum();
   const at::Tensor means = mean.to(at::kDouble);

@@ -123,7 +123,8 @@ Tensor scaled_grouped_mm(const char* name, const Tensor& self, const Tensor& mat
                       " must have 2 or 3 dimensions, got ", matrix->dim());
   }
   TORCH_CHECK_VALUE(has_value(offs) == (self.dim() == 2 || mat2.dim() == 2), name,
-                    ": offs must be given where a matrix has 2 dimensions, and not else");
+                    ": offs must be given if self or mat2 has 2 dimensions, and only then, got ",
+                    has_value(offs) ? "a tensor" : "None");
   const int64_t rows = self.size(-2), columns = mat2.size(-1);
   const auto product = [&] {
     return at::compositeexplicitautograd::_grouped_mm(self.to(at::kFloat), mat2.to(at::kFloat),
@@ -156,7 +157,8 @@ Tensor scaled_grouped_mm(const char* name, const Tensor& self, const Tensor& mat
 }
 
 void check_no_bias(const char* name, const OptionalTensor& bias) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!has_value(bias), name, ": bias must be None, as on CUDA");
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_value(bias), name,
+                              ": bias must be None as on CUDA, got a tensor");
 }
 
 Tensor scaled_grouped_mm_1(const Tensor& self, const Tensor& mat2, const Tensor& scale_a,
@@ -166,7 +168,7 @@ Tensor scaled_grouped_mm_1(const Tensor& self, const Tensor& mat2, const Tensor&
   constexpr const char* kName = "_scaled_grouped_mm";
   check_no_bias(kName, bias);
   TORCH_CHECK_NOT_IMPLEMENTED(!has_value(scale_result), kName,
-                              ": scale_result must be None, as on CUDA");
+                              ": scale_result must be None as on CUDA, got a tensor");
   return scaled_grouped_mm(kName, self, mat2, scale_a, scale_b, offs,
                            out_dtype.value_or(at::kBFloat16));
 }

@@ -155,9 +155,9 @@ int64_t choose_attention_backend(const Tensor& query, const Tensor& key, const T
                         have_supported_shapes(query, key, value, enable_gqa) && dropout_p < 1.0 &&
                         (!has_value(mask) || is_supported_mask(*mask, query, key));
   TORCH_CHECK(is_fused || at::globalContext().userEnabledMathSDP(),
-              "No viable backend for scaled_dot_product_attention was found: on foo it is the "
-              "fused one (SDPBackend.OVERRIDEABLE), which takes four dimensions and a head "
-              "dimension of at least 1, or SDPBackend.MATH");
+              "No viable backend for scaled_dot_product_attention was found: enable "
+              "SDPBackend.MATH on foo, or SDPBackend.OVERRIDEABLE for four dimensions and a head "
+              "dimension of at least 1");
   return static_cast<int64_t>(is_fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 

@@ -88,7 +88,8 @@ thread_local bool SecondCall::is_under_way = false;
 
 void import_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // Otherwise the recursion would be endless.
-  TORCH_CHECK(!SecondCall::is_under_way, op.operator_name(), ": foo_ops.ops must not call it");
+  TORCH_CHECK(!SecondCall::is_under_way, op.operator_name(),
+              ": must not be called while foo_ops.ops is imported");
   import_operators();
   const SecondCall call;
   op.callBoxed(stack);

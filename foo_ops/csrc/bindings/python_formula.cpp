@@ -58,7 +58,7 @@ variable_list to_tensors(const py::handle& objects, const std::string& name, con
   variable_list tensors;
   for (const py::handle object : objects) {
     TORCH_CHECK_TYPE(object.is_none() || THPVariable_Check(object.ptr()), name, ": ", what,
-                     " takes tensors and None, got ", Py_TYPE(object.ptr())->tp_name);
+                     " tensors or None, got ", Py_TYPE(object.ptr())->tp_name);
     tensors.push_back(object.is_none() ? at::Tensor() : object.cast<at::Tensor>());
   }
   return tensors;
@@ -98,7 +98,7 @@ class PythonGradients final : public Gradients {
     return with_python([&] {
       return to_tensors(get(formula_->gradients)(get(kept_), to_tuple(saved.tensors),
                                                  py::cast(needed), to_tuple(given)),
-                        name_, "the backward pass");
+                        name_, "the backward pass must return");
     });
   }
 
@@ -119,8 +119,9 @@ class PythonFormula final : public Formula {
       const py::tuple kept = get(formula_->keep)(to_tuple(arguments), to_tuple(results));
       return KeptByFormula{
           std::make_shared<const PythonGradients>(name_ + "_backward", formula_, kept[0]),
-          to_tensors(kept[1], name_, "save_for_backward"),
-          to_tensors(kept[2], name_, "mark_non_differentiable"), kept[3].cast<bool>()};
+          to_tensors(kept[1], name_, "save_for_backward must be given"),
+          to_tensors(kept[2], name_, "mark_non_differentiable must be given"),
+          kept[3].cast<bool>()};
     });
   }
 

@@ -82,7 +82,7 @@ const bool metadata_registered = [] {
 
 void set_backend_meta(const at::Tensor& tensor, int64_t version, int64_t format_number) {
   TORCH_CHECK_VALUE(storage_of(tensor) != nullptr,
-                    "foo: tensor must be a dense one on foo, got one on ", tensor.device(),
+                    "foo: tensor must be dense and on foo, got one on ", tensor.device(),
                     " with layout ", tensor.layout());
   Metadata metadata = metadata_of(tensor);
   metadata.format = Format(version, format_number);

@@ -445,8 +445,7 @@ void begin_pool(c10::DeviceIndex index, PoolId id) {
 
 void end_pool(c10::DeviceIndex index, PoolId id) {
   TORCH_CHECK(!pools_of_thread.empty() && pools_of_thread.back() == std::pair(index, id),
-              "foo: this thread does not use the memory pool that is to end, or began another "
-              "one after it");
+              "foo: the memory pool to end must be the last one that this thread has begun");
   pools_of_thread.pop_back();
   choices.fetch_sub(1, std::memory_order_relaxed);
 }

@@ -30,7 +30,8 @@ void GeneratorImpl::set_current_seed(uint64_t seed) {
 // A Mersenne Twister has no offset. Zero is accepted because unpickling sets the offset that it
 // got.
 void GeneratorImpl::set_offset(uint64_t offset) {
-  TORCH_CHECK_VALUE(offset == 0, "foo: the generator has no offset, so it must be 0, got ", offset);
+  TORCH_CHECK_VALUE(offset == 0, "foo: offset must be 0, since the generator has none, got ",
+                    offset);
 }
 
 uint64_t GeneratorImpl::get_offset() const {

@@ -130,7 +130,7 @@ double GuardImpl::elapsedTime(void* start, void* end, c10::DeviceIndex) const {
   const auto& first = *static_cast<Event*>(start);
   const auto& last = *static_cast<Event*>(end);
   TORCH_CHECK(first.device == last.device,
-              "foo: both events must be of one device, got one of foo:", int{first.device},
+              "foo: both events must be of the same device, got one of foo:", int{first.device},
               " and one of foo:", int{last.device});
   return elapsed_milliseconds(first, last);
 }

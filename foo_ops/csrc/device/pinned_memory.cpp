@@ -50,8 +50,8 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
   void allocate_host_memory(size_t bytes, void** memory) override {
     // Whole pages, as for pinned memory elsewhere, so that they can be protected.
     *memory = std::aligned_alloc(page_bytes(), round_up(bytes, page_bytes()));
-    TORCH_CHECK_WITH(OutOfMemoryError, *memory != nullptr, "foo: no pinned memory of ", bytes,
-                     " bytes is left");
+    TORCH_CHECK_WITH(OutOfMemoryError, *memory != nullptr, "foo: cannot allocate ", bytes,
+                     " bytes of pinned memory");
     const auto* begin = static_cast<const char*>(*memory);
     const std::lock_guard lock(blocks().mutex);
     blocks().end_of[begin] = begin + bytes;

@@ -233,7 +233,7 @@ void Capture::refuse_synchronization(const c10::OperatorHandle& op,
   const std::string& name = op.schema().name();
   if (name == "aten::_local_scalar_dense") fail("aten::item", kWaits);
   if (aten::ImplicitSynchronization(op).is_there(arguments)) fail(name, kWaits);
-  if (name.starts_with("c10d::")) fail(name, "collectives are not the device's alone");
+  if (name.starts_with("c10d::")) fail(name, "a collective waits for other processes");
   if (!is_copy(name)) return;
   const at::Tensor& first = arguments[0].toTensor();
   const at::Tensor& second = arguments[1].toTensor();
@@ -278,7 +278,7 @@ at::Tensor Capture::host_tensor(const std::string& operator_name, const at::Tens
                      own_host_storages_.count(tensor.storage().unsafeGetStorageImpl()) > 0;
   if (stays) return tensor;
   if (tensor.dim() > 0) {
-    fail(operator_name, "a tensor of the cpu would be copied to the device");
+    fail(operator_name, "a tensor on the cpu would be copied to the device");
   }
   // The value becomes an argument of the kernel.
   const at::NoGradGuard no_grad;

@@ -29,13 +29,14 @@ class Graph final : public at::GraphImplInterface {
   // Operators run in the program's order in every mode, and every mode refuses what no graph can
   // hold.
   void capture_begin(at::MempoolId_t pool, at::GraphCaptureMode) override {
-    TORCH_CHECK(capture_ == nullptr && !recording_,
-                "capture_begin: this graph has been captured already: reset() it, or take another");
+    TORCH_CHECK(
+        capture_ == nullptr && !recording_,
+        "capture_begin: this graph has been captured already: call reset(), or use another graph");
     const c10::DeviceIndex index = device::current_device();
     const c10::Stream stream = device::current_stream(index);
     TORCH_CHECK(stream != device::default_stream(index),
-                "capture_begin: the current stream is the default one: graphs are captured on "
-                "another, and can then be replayed on any");
+                "capture_begin: the current stream must not be the default one: capture on another "
+                "stream, and replay on any");
     pool_ = pool == device::kCommonPool ? device::new_pool_id(/*is_for_capture=*/true) : pool;
     device_ = index;
     device::memory_of(index).add_user(pool_, {});
@@ -94,7 +95,7 @@ class Graph final : public at::GraphImplInterface {
   // Writes the operators in their order, in Graphviz's language.
   void debug_dump(const std::string& path) override {
     check_captured("debug_dump");
-    TORCH_CHECK(is_debugged_, "debug_dump: call enable_debug_mode() before");
+    TORCH_CHECK(is_debugged_, "debug_dump: call enable_debug_mode() first");
     std::ofstream file(path);
     TORCH_CHECK(file.is_open(), "debug_dump: cannot write to ", path);
     file << "digraph {\n";

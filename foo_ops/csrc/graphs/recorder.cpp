@@ -10,7 +10,7 @@
 namespace foo::graphs {
 namespace {
 
-constexpr const char* kHostWaits = "the host would wait for a stream that is captured";
+constexpr const char* kHostWaits = "the host would wait for a stream that is being captured";
 
 }  // namespace
 
@@ -25,7 +25,7 @@ std::shared_ptr<Capture> Recorder::begin(c10::Stream stream, device::PoolId pool
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(streams_.count(stream) == 0,
-                "capture_begin: the current stream is captured already, by another graph");
+                "capture_begin: another graph is capturing the current stream");
     is_first = streams_.empty();
     streams_[stream] = capture;
   }
@@ -89,7 +89,7 @@ aten::Tensors Recorder::around_graph(const aten::Tensors& inputs,
                                      c10::function_ref<aten::Tensors()> run) {
   const auto capture = capture_of(std::vector<c10::IValue>{c10::IValue(inputs)});
   if (capture == nullptr || aten::InCapturedOperator::is_there()) return run();
-  capture->fail("compiled graph", "it was compiled as a whole, with the C++ wrapper");
+  capture->fail("compiled graph", "the C++ wrapper runs all of its operators as one call");
 }
 
 void Recorder::event_recorded(const void* event, c10::Stream stream) {
@@ -113,7 +113,7 @@ void Recorder::stream_waits(c10::Stream stream, const void* event) {
   if (found == events_.end()) return;
   const auto [at_stream, is_new] = streams_.try_emplace(stream, found->second);
   TORCH_CHECK(at_stream->second == found->second,
-              "graph: a stream that is captured waits for one that another graph captures");
+              "graph: a stream must not wait for a stream that another graph is capturing");
   if (is_new) device::begin_pool(stream, found->second->pool());
 }
 

@@ -447,9 +447,10 @@ class AutogradKernel final : public c10::OperatorKernel {
 
 // Without this, tangents would be dropped silently, as torch.library does for its operators.
 void refuse_tangents(const OperatorHandle& op, DispatchKeySet, Stack*) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
-                              ": forward-mode differentiation is not implemented; to get it, give "
-                              "foo_ops.library.register_autograd a composite");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.schema().name(),
+      ": forward-mode differentiation is not implemented; to get it, pass a "
+      "composite to foo_ops.library.register_autograd");
 }
 
 // Captures the kernel that the Autograd key has now.
@@ -548,7 +549,7 @@ Registrations register_backward_operator(const std::string& operator_name,
         composite(op, keys, stack);
       } else {
         TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": ", backward->name(),
-                                    " returns no gradient of ",
+                                    " returns no gradient for ",
                                     op.schema().arguments()[missing].name());
       }
     };

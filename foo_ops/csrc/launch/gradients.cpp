@@ -56,7 +56,7 @@ BackwardOperator::BackwardOperator(const c10::OperatorHandle& op,
     : backward_(backward), name_(c10::toString(backward.operator_name())) {
   const auto& schema = op.schema();
   TORCH_CHECK_TYPE(!schema.is_mutable() && !backward.schema().is_mutable(), name_, ": neither ",
-                   schema.name(), " nor the operator of its gradients may write its arguments");
+                   schema.name(), " nor its backward operator may write to an argument");
   for (const auto i : c10::irange(schema.arguments().size())) {
     if (is_tensor_argument(schema.arguments()[i])) tensor_arguments_.push_back(i);
   }
@@ -70,9 +70,10 @@ BackwardOperator::BackwardOperator(const c10::OperatorHandle& op,
 void BackwardOperator::find_results(const c10::FunctionSchema& schema,
                                     const std::vector<c10::Argument>& results) {
   if (!has_names(results)) {
-    TORCH_CHECK_TYPE(results.size() == tensor_arguments_.size(), name_,
-                     ": without names it must have ", tensor_arguments_.size(), " results, as ",
-                     schema.name(), " takes tensors, got ", results.size());
+    TORCH_CHECK_TYPE(results.size() == tensor_arguments_.size(), name_, ": must have ",
+                     tensor_arguments_.size(),
+                     " results if they have no names, one for each tensor of ", schema.name(),
+                     ", got ", results.size());
     for (const auto i : c10::irange(results.size())) results_.push_back(int64_t(i));
     return;
   }
@@ -88,8 +89,8 @@ void BackwardOperator::find_results(const c10::FunctionSchema& schema,
     results_.push_back(found);
   }
   TORCH_CHECK_TYPE(std::any_of(results_.begin(), results_.end(), [](auto i) { return i >= 0; }),
-                   name_, ": one of its results must be named grad_ and a tensor that ",
-                   schema.name(), " takes");
+                   name_, ": one of its results must be named grad_<argument> for a tensor of ",
+                   schema.name());
 }
 
 int64_t BackwardOperator::missing_gradient(c10::ArrayRef<c10::IValue> arguments) const {
@@ -120,7 +121,7 @@ BackwardOperator::Source BackwardOperator::source_of(const c10::Argument& argume
   if (const int64_t found = find_name(schema.arguments(), name); found >= 0) {
     const c10::Argument& own = schema.arguments()[found];
     TORCH_CHECK_TYPE(is_tensor_argument(own) == is_tensor_argument(argument), name_, ": argument ",
-                     name, " must have the type that it has in ", schema.name(), ", got ",
+                     name, " must have the same type as in ", schema.name(), ", got ",
                      argument.type()->repr_str());
     return {is_tensor_argument(own) ? Source::kTensor : Source::kNumber, size_t(found),
             is_optional(argument), is_optional(argument) && !is_optional(own)};

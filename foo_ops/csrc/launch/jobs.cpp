@@ -105,7 +105,7 @@ void ScratchPool::release_larger_than(int64_t bytes) {
 ScratchPool::Block* ScratchPool::allocate(int64_t place, int64_t bytes) {
   void* const memory = mmap(nullptr, sizeof(Block) + bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "there is no memory to work in: ", bytes, " bytes");
+  TORCH_CHECK(memory != MAP_FAILED, "cannot allocate ", bytes, " bytes of scratch memory");
   bool is_kept = bytes <= kMostBytes && reserve(bytes);
   if (!is_kept && bytes <= kMostBytes) {
     release_larger_than(0);

@@ -163,7 +163,7 @@ void check_resizable(const std::string& operator_name, const std::string& parame
     return items > 0 && out.is_alias_of(other);
   });
   TORCH_CHECK_VALUE(is_whole && is_alone, operator_name, ": ", parameter, " must have shape ",
-                    sizes, " as the result has, since it shares the memory that it lies in, got ",
+                    sizes, " as the result has, since it shares memory and cannot be resized, got ",
                     out.sym_sizes());
 }
 

@@ -83,8 +83,7 @@ void check_apart(const std::string& name, const std::vector<Parameter>& paramete
     if (i >= index) return;
     const auto overlap = overlap_of(other, arguments[index].toTensor());
     TORCH_CHECK(overlap == Overlap::kNone, name, ": ", parameters[index].name,
-                " is written, and must not share memory with ", parameters[i].name,
-                ", which is written, too");
+                " must not share memory with ", parameters[i].name, ", since both are written");
   });
 }
 

@@ -126,8 +126,8 @@ SharedLayouts ResultLayouts::of(c10::ArrayRef<c10::IValue> arguments) {
 
 std::vector<ResultLayout> ResultLayouts::ask(c10::ArrayRef<c10::IValue> arguments) const {
   TORCH_CHECK(has_fake_kernel(op_), c10::toString(op_.operator_name()),
-              ": the results of a tile kernel are allocated as the operator's fake kernel says, "
-              "and it has none: register one with foo_ops.library.register_fake");
+              ": a tile kernel needs a fake kernel, which says how its results are allocated: "
+              "register one with foo_ops.library.register_fake");
   return ask_fake_kernel(op_, arguments);
 }
 

@@ -53,7 +53,7 @@ ScratchShape scratch_shape(const std::string& operator_name, const std::string& 
   }
   is_too_large |= __builtin_add_overflow(bytes, kAlignment - 1, &bytes);
   TORCH_CHECK_VALUE(!is_too_large, operator_name, ": scratch ", name,
-                    " must be no larger than a process, got ", given);
+                    " must fit into the address space, got sizes ", given);
   shape.bytes = bytes / kAlignment * kAlignment;
   return shape;
 }
@@ -397,7 +397,7 @@ class TileLauncher final : public c10::OperatorKernel {
         }
       }
       TORCH_CHECK(!overlaps_itself(target), name_, ": ", parameter,
-                  " is written, and must not have elements that share memory");
+                  " is written, so it must not have elements that share memory");
       check_apart(name_, parameters_, arguments, i);
     });
   }
@@ -496,10 +496,8 @@ class TileLauncher final : public c10::OperatorKernel {
     torch::jit::Stack seen = arguments.vec();
     for (const auto& [index, copy] : copies) seen[index] = copy.to(device);
     options_.refuse(seen);
-    TORCH_CHECK(false,
-                options_.refuses_late ? "a tile kernel returned False"
-                                      : "a tile kernel's check did not pass",
-                ", and its refuse raised nothing");
+    TORCH_CHECK(false, name_, ": refuse must raise an error if the ",
+                options_.refuses_late ? "kernel" : "check", " returns False, got none");
   }
 
   static void move_to_targets(const AllWritten& written) {

@@ -31,7 +31,7 @@ SharedMemory::SharedMemory(const std::string& name, const std::vector<Parameter>
     const bool is_written = parameters[i].role != Parameter::Role::kRead;
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       TORCH_CHECK(!is_written || !overlaps_itself(tensor), name, ": ", parameters[i].name,
-                  " is written, and must not have elements that share memory");
+                  " is written, so it must not have elements that share memory");
       members_.push_back({tensor, i, is_written});
     });
   }
@@ -55,11 +55,10 @@ void SharedMemory::compare(const std::string& name, const std::vector<Parameter>
   if (overlap_of(one.tensor, other.tensor) == Overlap::kNone) return;
   TORCH_CHECK(one.argument != other.argument || !one.is_written, name, ": ",
               parameters[one.argument].name,
-              " is written, and must not have tensors that share memory");
+              " is written, so it must not have tensors that share memory");
   const auto [first, second] = std::minmax(one.argument, other.argument);
   TORCH_CHECK(!one.is_written || !other.is_written, name, ": ", parameters[second].name,
-              " is written, and must not share memory with ", parameters[first].name,
-              ", which is written, too");
+              " must not share memory with ", parameters[first].name, ", since both are written");
   (one.is_written ? one : other).is_shared = true;
 }
 

@@ -288,7 +288,7 @@ def _packed(
 def _refuse_weights(function: str, options: Options, return_attn_probs: bool) -> None:
     if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
-            f"{function}: return_attn_probs must be False where dropout_p is above 0, since the "
+            f"{function}: return_attn_probs must be False if dropout_p is above 0, since the "
             "weights are never in memory as a whole, got True"
         )
 
@@ -342,7 +342,7 @@ def refuse(
     if leftpad is not None:
         # One by one: each sequence has its own number of keys.
         for pad, count in zip(leftpad, keys.tolist()):
-            reason = "the keys in the cache are so many"
+            reason = f"the sequence has {count} keys in the cache"
             _require_range("cache_leftpad", pad[None], count, reason)
     starts = torch.arange(blocks.shape[1], device=lengths.device) * block_size
     used, name = blocks[starts < keys[:, None]], "block_table" if is_paged else "cache_batch_idx"
@@ -543,7 +543,7 @@ class _Cache(NamedTuple):
         for name, tensor in {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad}.items():
             if tensor is not None and block_table is not None:
                 raise NotImplementedError(
-                    f"{NAME}: {name} must be None where block_table is given, got a tensor"
+                    f"{NAME}: {name} must be None if block_table is given, got a tensor"
                 )
             if tensor is not None:
                 _require_integers(name, tensor, q, ())
@@ -639,7 +639,8 @@ def _rotated(rows: Tensor, positions: Tensor, tables: Tables, interleaved: bool)
 def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str) -> None:
     if tensor.shape != shape:
         raise ValueError(
-            f"{NAME}: {name} must be {tuple(shape)} as {model} tells, got {tuple(tensor.shape)}"
+            f"{NAME}: {name} must have shape {tuple(shape)} to match {model}, got "
+            f"{tuple(tensor.shape)}"
         )
 
 
@@ -656,11 +657,11 @@ def _checked_new(
     k: Tensor | None, v: Tensor | None, cache: _Cache, q: Tensor, cache_seqlens: int | Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     if (k is None) != (v is None):
-        raise ValueError(f"{NAME}: k and v must be given both or not at all, got one of them")
+        raise ValueError(f"{NAME}: k and v must be given together, got one of them")
     if k is None or v is None:
         return None
     if cache_seqlens is None:
-        raise ValueError(f"{NAME}: cache_seqlens must be given where k is, got None")
+        raise ValueError(f"{NAME}: cache_seqlens must be given if k is given, got None")
     require_four(NAME, k=k, v=v)
     for name, tensor, model in (("k", k, cache.keys), ("v", v, cache.values)):
         shape = (len(q), k.shape[1], *model.shape[2:])
@@ -677,12 +678,12 @@ def _checked_tables(
 ) -> Tables | None:
     if (cosine is None) != (sine is None):
         raise ValueError(
-            f"{NAME}: rotary_cos and rotary_sin must be given both or not at all, got one of them"
+            f"{NAME}: rotary_cos and rotary_sin must be given together, got one of them"
         )
     if cosine is None or sine is None:
         return None
     if new is None:
-        raise ValueError(f"{NAME}: k must be given where rotary_cos is, got None")
+        raise ValueError(f"{NAME}: k must be given if rotary_cos is given, got None")
     if cosine.dim() != 2:
         raise ValueError(
             f"{NAME}: rotary_cos must be (positions, rotary_dim / 2), got {tuple(cosine.shape)}"

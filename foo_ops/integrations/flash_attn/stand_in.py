@@ -28,7 +28,7 @@ def install() -> None:
     uninstall()
     if importlib.util.find_spec(NAME) is not None:
         raise RuntimeError(
-            "foo_ops.integrations.flash_attn.install: flash_attn must not be installed, and it is; "
+            "foo_ops.integrations.flash_attn.install: the flash_attn package is installed; "
             "import the functions from foo_ops.integrations.flash_attn instead"
         )
     names = {

@@ -126,9 +126,11 @@ def attend_to_shown(
 NAME = "foo"
 
 UNSUPPORTED = {
-    "output_attentions": "must be False, since the weights are never in memory as a whole",
+    "output_attentions": (
+        "must be False, since the attention weights are never in memory as a whole"
+    ),
     "cache": "must be None, since the pages of continuous batching are not supported",
-    "sinks": "must be None, since a sink is one logit for each head (s_aux)",
+    "sinks": "must be None; pass one sink for each head as s_aux",
 }
 """Options that would change the result, and the reasons why they are not supported."""
 
@@ -237,7 +239,7 @@ def keys_chosen(
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if size is None:
         raise NotImplementedError(
-            f"attention of implementation {NAME!r}: block_indices must be None where the layer has "
+            f"attention of implementation {NAME!r}: block_indices must be None if the layer has "
             f"no indexer.block_size, got {type(block_indices).__name__}"
         )
     blocks = chosen_blocks(block_indices, size, key.shape[2], query.shape[1])
@@ -299,7 +301,7 @@ def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
         if value is None or value is False or name in HARMLESS:
             continue
         requirement = UNSUPPORTED.get(
-            name, "must be None, since it is not known and may change the result"
+            name, "must be None, since this option is unknown and may change the result"
         )
         came = "True" if value is True else type(value).__name__
         raise NotImplementedError(
@@ -606,8 +608,8 @@ def foo_flex_forward(
     refuse_unsupported(others, FLEX_NAME)
     if dropout:
         raise NotImplementedError(
-            f"attention of implementation {FLEX_NAME!r}: dropout must be 0, since no score_mod "
-            f"draws numbers, got {dropout}"
+            f"attention of implementation {FLEX_NAME!r}: dropout must be 0, since a score_mod "
+            f"cannot draw random numbers, got {dropout}"
         )
     shape = (key.shape[0], query.shape[1], query.shape[2], key.shape[2])
     biases = [] if position_bias is None else [position_bias]

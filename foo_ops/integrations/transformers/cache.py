@@ -316,8 +316,8 @@ class Int8Layer(GrowingLayer):
         given = (key_states, value_states)
         if is_recorded(self, *given):
             raise NotImplementedError(
-                "a cache of 8 bits: key and value must need no gradients, which integers do not "
-                "have: call the model under torch.no_grad()"
+                "cache of 8 bits: key and value must not require gradients, since integers have "
+                "none; call the model under torch.no_grad()"
             )
         is_first = self.get_seq_length() == 0
         integers, scales = zip(*map(quantize_cache, given))

@@ -348,7 +348,7 @@ class DeferredTensor(DeferredLogits, Base):
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{operator}: got logits that are not yet computed")
+        raise NotImplementedError(f"{operator}: not supported on logits that are not computed yet")
 
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:

@@ -242,8 +242,8 @@ def use_foo_loss(model: PreTrainedModel) -> None:
 # Which modules of a model `apply` does not change, and why.
 
 
-OTHER_FORWARD = "another forward was put in its place"
-NOT_ASKED = "apply was not asked for it"
+OTHER_FORWARD = "its forward has been replaced by another one"
+NOT_ASKED = "not selected by the arguments of apply"
 
 
 def left_alone(model: nn.Module) -> dict[str, str]:
@@ -282,7 +282,7 @@ def reason_of(module: nn.Module) -> str | None:
 def reason_of_experts(module: nn.Module) -> str:
     reason = "they do not compute what foo::moe_experts does"
     if not all(hasattr(module, flag) for flag in FLAGS):
-        reason = "transformers' table of implementations does not serve them"
+        reason = "transformers' experts_implementation does not cover them"
     return asked_or(module, (FooExperts,), reason)
 
 
@@ -323,5 +323,5 @@ def reason_of_attention(module: Any) -> str:
         return NOT_ASKED
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if own_function(module) is None or name not in (None, "eager"):
-        return f"its implementation {name!r} is not one that foo::attention stands for"
+        return f"foo::attention does not replace its implementation {name!r}"
     return f"its {EAGER} does not compute what foo::attention does"

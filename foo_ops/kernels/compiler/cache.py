@@ -216,7 +216,7 @@ def _limit() -> int:
     if match is None:
         _warn_once(
             "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got "
-            f"{text!r}: {_LIMIT} is used"
+            f"{text!r}; {_LIMIT} is used"
         )
         return 2**30
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
@@ -247,7 +247,7 @@ def _distrust(status: os.stat_result) -> str | None:
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others than its owner may write to it"
+        return "users other than its owner may write to it"
     return None
 
 
@@ -318,7 +318,7 @@ def _object_code(source: Source, signature: str) -> bytes:
 def _warn_of_references(source: Source) -> None:
     logger.warning(
         "the kernel %s is compiled by each process, since its functions refer to more than %d "
-        "others, classes and objects",
+        "functions, classes and objects",
         *(source.title, MOST),
     )
 

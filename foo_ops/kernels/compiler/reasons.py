@@ -24,7 +24,7 @@ from foo_ops.kernels.compiler.inspection import references
 
 
 LOOP = "for i in range({})"
-SCRATCH = "scratch memory, which library.scratch gives a tile kernel"
+SCRATCH = "scratch memory (library.scratch)"
 
 # Functions of numbers that ``math`` lacks or has under another name.
 NUMBERS = {
@@ -180,7 +180,10 @@ def advice_for(name: str, size: str = "x.shape[-1]", *, sees_rows: bool = True) 
         "len": f"write {size}",
     }
     if name in of_many and not sees_rows:
-        return "an elementwise kernel sees one number, and a tile kernel (library.tile_kernel) rows"
+        return (
+            "an elementwise kernel sees one number; use a tile kernel (library.tile_kernel) "
+            "for rows"
+        )
     return of_many.get(name, "")
 
 
@@ -305,7 +308,7 @@ _SPECIFIC = {
     "numel": "write x.size",
     "nelement": "write x.size",
     "dim": "write x.ndim",
-    "dtype": "a value is converted to it where it is written, or by language.cast(value, x)",
+    "dtype": "values are converted where they are written, or by language.cast(value, x)",
     "stride": "write x.strides[d]",
     "T": "x[:, :].T is the transpose of a matrix, for language.dot",
     "mT": "x[:, :].T is the transpose of a matrix, for language.dot",
@@ -337,7 +340,7 @@ _OBSCURE = re.compile(
 _YIELDS = "The use of yield in a closure is unsupported."
 _OPCODES = {
     "LOAD_BUILD_CLASS": "a kernel cannot define a class",
-    "STORE_GLOBAL": "a kernel cannot write to a global: it writes to the views that it is given",
+    "STORE_GLOBAL": "a kernel cannot write to a global: write to an argument",
 }
 
 
@@ -362,9 +365,9 @@ def is_blamed(named: Named, reason: str) -> bool | None:
 def reworded(reason: str, *, sees_rows: bool) -> str:
     """Return the compiler's reason, reworded, with advice on what to write instead."""
     if reason == "a kernel must not allocate" or reason.startswith("Unsupported constraint"):
-        return "a kernel must not allocate" + f": it has {SCRATCH}" * sees_rows
+        return "a kernel must not allocate" + f": use {SCRATCH}" * sees_rows
     if reason == _YIELDS:
-        return f"a kernel has no generators: write a loop, {LOOP.format('n')}"
+        return f"a kernel cannot use generators: write a loop, {LOOP.format('n')}"
     for opcode, words in _OPCODES.items():
         if f"({opcode})" in reason:
             return words
@@ -385,15 +388,15 @@ def reworded(reason: str, *, sees_rows: bool) -> str:
 
 
 def _of_unpacking(kind: str, *, sees_rows: bool) -> str | None:
-    return (
-        f"{_KINDS[kind]} is not unpacked: take its elements, x[0], x[1]" if kind in _KINDS else None
-    )
+    if kind not in _KINDS:
+        return None
+    return f"{_KINDS[kind]} cannot be unpacked: take its elements, x[0], x[1]"
 
 
 def _of_cast(kind: str, target: str, *, sees_rows: bool) -> str | None:
     if kind not in _KINDS:
         return None
-    return f"{_KINDS[kind]} is no number, and cannot be a {target}: {_elements(kind)}"
+    return f"{_KINDS[kind]} cannot be converted to {target}: {_elements(kind)}"
 
 
 def _of_numbers(name: str, kind: str, *, sees_rows: bool) -> str | None:
@@ -401,13 +404,13 @@ def _of_numbers(name: str, kind: str, *, sees_rows: bool) -> str | None:
         return None
     if name == "**":
         return f"{_KINDS[kind]} has no arithmetic: {_elements(kind)}"
-    return f"{name} takes numbers, and {_KINDS[kind]} is none: {_elements(kind)}"
+    return f"{name} takes numbers, got {_KINDS[kind]}: {_elements(kind)}"
 
 
 def _of_branches(one: str, other: str, name: str, *, sees_rows: bool) -> str | None:
     kinds = [_KINDS.get(type_.partition("(")[0], type_) for type_ in (one, other)]
     what = "a value" if name.startswith("$") else name.partition(".")[0]
-    return f"{what} is {kinds[0]} in one branch, and {kinds[1]} in another one"
+    return f"{what} must have one type, got {kinds[0]} in one branch and {kinds[1]} in another"
 
 
 _SIZES = {"Row": "x.shape[-1]", "Matrix": "x.shape[-1]"}
@@ -457,18 +460,18 @@ def _of_call(name: str, parameters: str, *, sees_rows: bool) -> str | None:
         if "slice" not in parameters and "..." not in parameters:
             return None
         if name == "getitem":
-            return f"{what} has no slices but matrices: {_elements(kind)}"
+            return f"{what} cannot be sliced, except for language.dot: {_elements(kind)}"
         element = "row[i]" if kind == "Row" else "x[r, i]"
         loop = LOOP.format("x.shape[-1]")
-        return f"a slice is not written: write its elements, {loop}: {element} = value"
+        return f"a slice cannot be written: write its elements, {loop}: {element} = value"
     if name in _ARITHMETIC or name.removeprefix("i") in _ARITHMETIC:
         return f"{what} has no arithmetic: {_elements(kind)}"
     if name in _COMPARISONS:
-        return f"{what} is not compared: {_elements(kind)}"
+        return f"{what} cannot be compared: {_elements(kind)}"
     advice = advice_for(name, size)
     if name in QUESTIONS or name == "len" or name in LOOPS or name in REDUCTIONS:
-        return f"a kernel cannot call {name} of {what}: {advice}"
-    return f"{name} takes numbers, and {what} is none: {_elements(kind)}"
+        return f"a kernel cannot call {name} on {what}: {advice}"
+    return f"{name} takes numbers, got {what}: {_elements(kind)}"
 
 
 def _of_attribute(name: str, kind: str, *, sees_rows: bool) -> str | None:
@@ -489,9 +492,9 @@ def _of_use(name: str, parameters: str, *, sees_rows: bool) -> str | None:
         given = re.sub(r"Literal\[\w+\]\((.*?)\)", r"\1", parameters)
         return f"x.row takes one integer, got ({given})"
     if re.fullmatch(r"u?int\d+|float\d+", name):
-        return "a number is not called: x.size is one, and so are x.shape[d] and x.strides[d]"
+        return "a number cannot be called: x.size, x.shape[d] and x.strides[d] are numbers"
     if kind is None:
         return None
     if name == "getiter":
-        return f"{_KINDS[kind]} is not iterated over: {_elements(kind)}"
+        return f"a kernel cannot iterate over {_KINDS[kind]}: {_elements(kind)}"
     return _of_call(name, parameters, sees_rows=sees_rows)

@@ -137,7 +137,7 @@ class Program:
                     nodes.append(Node(first, words[0], tuple(map(int, words[1:]))))
             except (IndexError, ValueError):
                 raise ValueError(
-                    f"a program must be of lines with a dtype, an operation and its operands, got "
+                    f"a line of a program must have a dtype, an operation and its operands, got "
                     f"'{line}'"
                 ) from None
         return cls(tuple(nodes), output, tuple(gradients))
@@ -152,9 +152,9 @@ class Program:
         for place, node in enumerate(self.nodes):
             line = f"line {place} of a program, '{node}',"
             if node.operation not in OPERATIONS or node.dtype not in DTYPES:
-                raise ValueError(f"{line} must have an operation and a dtype that programs have")
+                raise ValueError(f"{line} must have a known operation and a known dtype")
             if any(not 0 <= operand < place for operand in node.arguments):
-                raise ValueError(f"{line} must have operands that are lines before it")
+                raise ValueError(f"{line} must have earlier lines as operands")
             if node.operation == "input" and node.name not in INPUTS:
                 raise ValueError(f"{line} must read one of the inputs {', '.join(INPUTS)}")
             self._check_operands(line, node)
@@ -168,12 +168,12 @@ class Program:
                 if dtype != node.dtype:
                     raise ValueError(f"{line} must read a tensor of {node.dtype}, got {dtype}")
         if not 0 <= self.output < len(self.nodes):
-            raise ValueError(f"a program must have an output among its lines, got {self.output}")
+            raise ValueError(f"a program must have one of its lines as output, got {self.output}")
         for gradient in self.gradients:
             line = f"'{gradient}' of a program"
             self._check_element(line, gradient.captured, gradient.indices, captured)
             if any(not 0 <= it < len(self.nodes) for it in (gradient.value, *gradient.indices)):
-                raise ValueError(f"{line} must have operands that are lines")
+                raise ValueError(f"{line} must have lines of the program as operands")
 
     def _check_operands(self, line: str, node: Node) -> None:
         count = OPERANDS.get(node.operation, len(node.operands))
@@ -207,4 +207,4 @@ class Program:
                 f"{line} must have an index for each of {dimensions} dimensions, got {len(indices)}"
             )
         if any(self.nodes[index].dtype not in INTEGERS for index in indices):
-            raise ValueError(f"{line} must have indices that are integers")
+            raise ValueError(f"{line} must have integers as indices")

@@ -25,7 +25,7 @@ from foo_ops.kernels.interpret.views import (
     read_one,
     write,
 )
-from foo_ops.kernels.lang.arguments import Numbers, Tensors
+from foo_ops.kernels.lang.arguments import Numbers, Tensors, wrong_number
 from foo_ops.kernels.simd.memory import DATA, NDIM, OUTSIDE, SIZE, SIZES, STRIDES
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.sources import Copies
@@ -62,9 +62,7 @@ def make_elementwise_kernel(
             values = function(*(argument_at(argument, places, numbers) for argument in arguments))
             values = values if isinstance(values, tuple) else (values,)
             if len(values) != len(all_outputs):
-                raise TypeError(
-                    f"the kernel returns {len(values)} values, and the operator {len(all_outputs)}"
-                )
+                raise TypeError(wrong_number(len(all_outputs), len(values)))
             for place, output in zip(places, present):
                 write(place, all_outputs[output], values[output])
 

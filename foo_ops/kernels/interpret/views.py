@@ -306,11 +306,11 @@ class Pointer(_Elements):
 
     def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
         if not self.first <= index <= self.stop - count:
+            what = f"index {index if told is None else told}"
+            if count > 1:
+                what = f"a vector of {count} elements at {what}"
             raise IndexError(
-                f"index {index if told is None else told} is outside of the elements from "
-                f"{self.first} to {self.stop - 1}"
-                + f", with the {count - 1} after it"
-                * (count > 1)
+                f"{what} is outside of the elements from {self.first} to {self.stop - 1}"
             )
         return self.address + int(index) * ELEMENTS[self.dtype].size
 

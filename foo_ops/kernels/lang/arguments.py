@@ -137,14 +137,14 @@ class _RefuseConstant(AbstractTemplate):
             return
         if not -list_.count <= index < list_.count:
             name = list_.view.argument or "the list"
-            raise refusal(f"{name} has {list_.count} numbers, and none at {index}")
+            raise refusal(f"{name} has {list_.count} numbers, got index {index}")
 
 
 @infer_global(operator.setitem)
 class _RefuseToWrite(AbstractTemplate):
     def generic(self, args, kws):
         if isinstance(args[0], List):
-            raise errors.TypingError("the items of a list are only read")
+            raise errors.TypingError("the items of a list cannot be written")
 
 
 @infer_global(len)
@@ -451,26 +451,28 @@ def store_pair(typing_context, pointers, pair, firsts, seconds):
     return types.void(pointers, types.intp, given, given), generate
 
 
+def wrong_number(wanted: int, given: int) -> str:
+    """Return the message that a kernel does not return one value for each result."""
+    values = "1 value" if wanted == 1 else f"{wanted} values"
+    return f"the kernel must return {values}, one for each result, got {given}"
+
+
 def _values_for(pointers: types.BaseTuple, values: types.Type) -> types.Type:
     """Return the type in which a function's value, or each of several, is stored."""
     computed = types.Tuple([ELEMENTS[pointer.dtype].compute for pointer in pointers])
     several = isinstance(values, types.BaseTuple)
     if (len(values) if several else 1) != len(computed):
-        raise errors.TypingError(
-            f"the kernel returns {len(values) if several else 1} values, "
-            f"and the operator {len(computed)}"
-        )
+        raise errors.TypingError(wrong_number(len(computed), len(values) if several else 1))
     for value, pointer in zip(values if several else (values,), pointers):
         if not isinstance(value, (types.Number, types.Boolean)):
-            raise errors.TypingError(f"the kernel returns {value}, which is no number")
+            raise errors.TypingError(f"the kernel must return numbers, got {value}")
         if not _can_hold(ELEMENTS[pointer.dtype].compute, value):
             is_rounded = isinstance(value, types.Float) and pointer.dtype.startswith(
                 ("int", "uint")
             )
-            advice = "; int(...) makes an integer of a float" if is_rounded else ""
+            advice = "; int(...) converts a float" if is_rounded else ""
             raise errors.TypingError(
-                f"the kernel returns {types.unliteral(value)}, and the operator {pointer.dtype}, "
-                f"which cannot hold it{advice}"
+                f"the kernel must return {pointer.dtype}, got {types.unliteral(value)}{advice}"
             )
     return computed if several else computed[0]
 
@@ -491,7 +493,7 @@ def make_picker(chosen: Sequence[int], count: int) -> Callable:
             return values(values), lambda context, builder, signature, args: args[0]
         if not isinstance(values, types.BaseTuple) or len(values) != count:
             given = len(values) if isinstance(values, types.BaseTuple) else 1
-            raise errors.TypingError(f"the kernel returns {given} values, and the operator {count}")
+            raise errors.TypingError(wrong_number(count, given))
         types_ = [values[position] for position in chosen]
 
         def generate(context, builder, signature, args):

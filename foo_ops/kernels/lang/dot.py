@@ -115,7 +115,7 @@ def _sums_dtype(a: str, b: str) -> str:
     computed = [ELEMENTS[dtype].compute for dtype in (a, b)]
     for type_ in computed:
         if not isinstance(type_, (types.Float, types.Integer)):
-            raise errors.TypingError(f"dot: a factor must be of real numbers, got {type_}")
+            raise errors.TypingError(f"dot: a and b must have a real dtype, got {type_}")
     floats = [type_ for type_ in computed if isinstance(type_, types.Float)]
     if floats:
         return str(max(floats))

@@ -63,7 +63,9 @@ from foo_ops.kernels.simd.types import ELEMENTS, INT64, Pointer, Row
 #     m.T                     the transpose, of the same elements
 
 
-SLICED = "a matrix is one or two slices without steps of {}, and an index for each other dimension"
+SLICED = (
+    "a matrix of {} takes one or two slices without steps, and an index for each other dimension"
+)
 ONE_SLICE = (
     "slices have no arithmetic: compute with elements, for i in range({0}.shape[-1]): "
     "... {0}[r, i] ..., or take {0}.row(r); for language.dot, "
@@ -208,7 +210,7 @@ def _range_of_slice(
 def as_matrix(view: View) -> Matrix:
     """Return the matrix type of a whole view of two dimensions."""
     if view.ndim != 2:
-        raise errors.TypingError(f"dot: a factor must be a matrix, got {view.described()}")
+        raise errors.TypingError(f"dot: target, a and b must be matrices, but {view.described()}")
     return Matrix(view.dtype, view.is_checked)
 
 
@@ -264,11 +266,11 @@ def record_unless_fitting(
 
 
 NOT_INDEXED = (
-    "x.data is memory, and not indexed, since that would ignore strides: x[i, j] and x.flat[i] are "
-    "elements, and language.load(x.data, offset) is what lies there"
+    "x.data cannot be indexed, since that would ignore strides: write x[i, j] or x.flat[i] for an "
+    "element, or language.load(x.data, offset) to read memory"
 )
 
-NOT_INTEGER = "an index must be an integer, got {}; int(...) makes one of a float"
+NOT_INTEGER = "an index must be an integer, got {}; int(...) converts a float"
 
 _ARRAYS = (Pointer, Row, View, Flat)
 
@@ -312,7 +314,7 @@ def wrong_count(array: types.Type, count: int) -> str:
         return f"a row or x.flat must be given one index, got {count}"
     name = array.argument or "x"
     return (
-        f"{array.described()} and must be given as many indices, got {count} "
+        f"{array.described()} and must be given one index for each, got {count} "
         f"({name}.row(i) is a row, {name}.flat[i] the i-th element)"
     )
 
@@ -346,7 +348,7 @@ class _RefuseDimension(AbstractTemplate):
             return
         # A view without dimensions has one row, of one element.
         if not -max(extents.view.ndim, 1) <= dimension < extents.view.ndim:
-            raise refusal(f"{extents.view.described()}, and none at {dimension}")
+            raise refusal(f"{extents.view.described()}, got dimension {dimension}")
 
 
 @infer_global(operator.setitem)

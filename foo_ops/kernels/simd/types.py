@@ -197,8 +197,8 @@ def lanes_of(dtype: str) -> int:
 
 
 HAS_STRIDE = (
-    "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
-    "contiguous_rows=True"
+    "a row may have a stride, so vectors cannot be read from it; pass contiguous_rows=True to "
+    "tile_kernel"
 )
 
 

@@ -217,13 +217,13 @@ class _Compilable(Copies):
 
 
 _DEBUGGING = ("print", "breakpoint", "pdb")
-_NO_WITH = "a kernel has no with statement: what it enters belongs around the call of the operator"
-_NO_TRY = "a kernel has no try statement, as nothing in it raises: write if"
+_NO_WITH = "a kernel must not use with: put the with statement around the call of the operator"
+_NO_TRY = "a kernel must not use try, since nothing in a kernel raises: write if"
 _REFUSED = {
     "with": _NO_WITH,
     "except": _NO_TRY,
     "raise": "a kernel must not raise",
-    "yield": "a kernel must not yield, it has no generators",
+    "yield": "a kernel must not yield: generators are not supported",
 }
 
 
@@ -246,8 +246,8 @@ def _refuse_python(function: types.FunctionType) -> None:
             function.__globals__.get(name), types.FunctionType
         ):
             raise TypeError(
-                f"compiled code has no {name}; set FOO_INTERPRET=1 to run kernels as plain Python, "
-                f"with print, pdb and exceptions {place}"
+                f"a compiled kernel cannot use {name}; set FOO_INTERPRET=1 to interpret kernels as "
+                f"Python, with print, pdb and exceptions {place}"
             )
 
 
@@ -279,7 +279,7 @@ def _place_of(error: BaseException) -> tuple[str, int] | None:
 def _place_in(function: Callable[..., Any], reason: str) -> tuple[str, int]:
     """Return the place of a function; of its return, if the reason is the value and it has one."""
     code, lines = function.__code__, set()
-    if reason.startswith("the kernel returns"):
+    if reason.startswith("the kernel must return"):
         lines = {line for count, line in returned_counts(function) if count != 0}
     return code.co_filename, lines.pop() if len(lines) == 1 else code.co_firstlineno
 

@@ -92,14 +92,12 @@ class Classes:
         return self.count / self.total if self.total else 0.0
 
 
-def require_classes(
-    operator: str, target: Tensor, classes: int, ignore_index: int, named: str
-) -> None:
+def require_classes(operator: str, target: Tensor, classes: int, ignore_index: int) -> None:
     is_wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
     if is_wrong.any():
         raise IndexError(
-            f"{operator}: target must be in [0, {classes}) as {named}, or ignore_index "
-            f"{ignore_index}, got {target[is_wrong][0].item()}"
+            f"{operator}: target must be a class in [0, {classes}) or ignore_index {ignore_index}, "
+            f"got {target[is_wrong][0].item()}"
         )
 
 
@@ -108,7 +106,6 @@ def vocabulary_forward(
     call: Forward,
     target: Tensor,
     operator: str,
-    named: str,
     *,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -116,9 +113,9 @@ def vocabulary_forward(
     """Return the losses and the logsumexps of rows.
 
     Args:
-        operator, named: words for the error about a target that is no class.
+        operator: the name for the error about a target that is no class.
     """
-    require_classes(operator, target, classes.total, ignore_index, named)
+    require_classes(operator, target, classes.total, ignore_index)
     own = classes.own(target, ignore_index)
     loss, its_sum = call(classes.among_own(target, own), 0.0)
     logsumexp = classes.logsumexp(its_sum)
@@ -210,8 +207,9 @@ def softmax_forward(
             loss, logsumexp, _ = operator(own, labels, label_smoothing=label_smoothing)
             return loss, logsumexp
 
-        named = "softmax_cross_entropy", "logits have classes"
-        loss, logsumexp = vocabulary_forward(classes, call, labels, *named, **kwargs)
+        loss, logsumexp = vocabulary_forward(
+            classes, call, labels, "softmax_cross_entropy", **kwargs
+        )
     loss, logsumexp = (as_placed(it, logits, logits.shape[:-1], rows) for it in (loss, logsumexp))
     return loss, logsumexp, loss.sum() / count(target, **kwargs)
 
@@ -373,8 +371,9 @@ def linear_forward(
             )
             return loss, logsumexp
 
-        named = "linear_cross_entropy", "weight has rows"
-        loss, logsumexp = vocabulary_forward(classes, call, labels, *named, **of_loss)
+        loss, logsumexp = vocabulary_forward(
+            classes, call, labels, "linear_cross_entropy", **of_loss
+        )
     loss, logsumexp = (as_placed(it, hidden, hidden.shape[:-1], rows) for it in (loss, logsumexp))
     return loss, logsumexp, loss.sum() / count(target, **kwargs)
 

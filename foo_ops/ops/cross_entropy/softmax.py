@@ -127,7 +127,7 @@ def refuse(operator: str) -> Callable[[Tensor, Tensor, int], None]:
         is_wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if is_wrong.any():
             raise IndexError(
-                f"{operator}: target must be in [0, {classes}) as logits have classes, or "
+                f"{operator}: target must be a class in [0, {classes}) or "
                 f"ignore_index {ignore_index}, got {target[is_wrong][0].item()}"
             )
 
@@ -265,7 +265,7 @@ def check(operator: str, logits: Tensor, target: Tensor, label_smoothing: float)
     require_floating(operator, logits=logits)
     require_rows(operator, logits=logits)
     require_int64(operator, target=target)
-    require_shape(operator, "target", target, logits.shape[:-1], "as logits have rows")
+    require_shape(operator, "target", target, logits.shape[:-1], "to match the rows of logits")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{operator}: label_smoothing must be in [0, 1], got {label_smoothing}")
 

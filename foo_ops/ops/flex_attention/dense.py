@@ -166,8 +166,8 @@ def _parts(
     differs = any(is_known(one != other) for one, other in zip(own, lengths))
     if not is_none and differs:
         raise ValueError(
-            f"flex_attention: block_mask must be of {lengths[0]} queries and {lengths[1]} keys as "
-            f"query and key have, got {own[0]} and {own[1]}"
+            f"flex_attention: block_mask must cover {lengths[0]} queries and {lengths[1]} keys, "
+            f"got {own[0]} and {own[1]}"
         )
     lists = (
         *(block_mask.kv_num_blocks, block_mask.kv_indices),

@@ -267,7 +267,9 @@ class Number(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, *rest: Any) -> Any:
         """Refuse operations outside of the trace."""
-        raise RuntimeError(f"{func} was called on a number that only a trace can compute with")
+        raise RuntimeError(
+            f"{func}: arguments of a score_mod or mask_mod must not be used outside of the function"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Serve a function that prints its arguments."""
@@ -363,7 +365,7 @@ class Recorder(TorchDispatchMode):
         part = PARTS.get(func.overloadpacket)
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
             raise RefusalError(
-                "must not decide in Python by a value (torch.where decides for each score)",
+                "must not branch in Python on a value (use torch.where)",
                 "bool, int, float or item of a tensor",
             )
         if handler is None and part is None:

@@ -57,7 +57,7 @@ def replaced(sample: Sample, tensors: Sequence[Tensor], values: Sequence[Tensor]
 
 def run_backward(outputs: Tensors, sample: Sample, cotangents: Tensors) -> Tensors:
     """Return the gradients of a sample's tensors."""
-    with failing_as("the formula of its gradient"):
+    with failing_as("the gradient formula"):
         return gradients_of(outputs, sample.differentiable(), cotangents)
 
 
@@ -77,8 +77,8 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
     if not any(has_kernel_for_key(name, key) for key in keys):
         # A Python kernel may still have gradients, but only in eager mode.
         raise AssertionError(
-            "there is no formula of its gradient: register one (torch.library.register_autograd), "
-            "or say differentiable=False in the OpSpec"
+            "the operator has no gradient formula: register one (torch.library.register_autograd), "
+            "or set differentiable=False in the OpSpec"
         )
     if all(output.requires_grad for output in outputs if has_gradients(output.dtype)):
         return
@@ -90,7 +90,7 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
         if value.requires_grad and not output.requires_grad:
             raise AssertionError(
                 f"output {position} does not require a gradient although an input does, and the "
-                "reference's does: its formula marks the output as not differentiable"
+                "reference's does: the formula marks the output as not differentiable"
             )
 
 
@@ -122,7 +122,7 @@ def same(what: str, actual: Tensors, expected: Tensors) -> None:
     for position, (one, other) in enumerate(zip(actual, expected)):
         if strides_differ(one, other):
             raise AssertionError(
-                f"{what}: tensor {position} has the stride {one.stride()}, not {other.stride()}"
+                f"{what}: tensor {position} has strides {one.stride()}, not {other.stride()}"
             )
 
 

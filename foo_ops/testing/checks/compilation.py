@@ -81,7 +81,7 @@ def check_graph(case: Case, samples: Sequence[Sample], attempt: Attempt) -> bool
             verdict = part_at_fault(case, samples, attempt)
             raise AssertionError(f"{error}. {verdict}") from error.__cause__
         warnings.warn(
-            f"{case.id}: not counted, since PyTorch {torch.__version__} is wrong: {fault.words}",
+            f"{case.id}: not counted, since PyTorch {torch.__version__} has a fault: {fault.words}",
             KnownFaultWarning,
             stacklevel=2,
         )
@@ -93,8 +93,8 @@ def part_at_fault(case: Case, samples: Sequence[Sample], attempt: Attempt) -> st
     """Say whether the operator or Inductor is at fault."""
     if not passes(attempt, "aot_eager", samples):
         return (
-            "The backend aot_eager, which runs the graph as it is, fails, too: the operator is "
-            "wrong, in its schema, its fake kernel or its formula"
+            "The backend aot_eager, which runs the graph as it is, fails, too: the operator's "
+            "schema, fake kernel or formula is wrong"
         )
     try:
         for sample in samples:
@@ -106,8 +106,8 @@ def part_at_fault(case: Case, samples: Sequence[Sample], attempt: Attempt) -> st
         )
     return (
         "The backend aot_eager, which runs the same graph, is right, and so is the fake kernel: "
-        f"Inductor is wrong (PyTorch {torch.__version__}), and not the operator, unless another of "
-        "its checks fails"
+        f"Inductor is wrong (PyTorch {torch.__version__}), not the operator, unless another check "
+        "of the operator fails"
     )
 
 
@@ -372,11 +372,11 @@ def check_together(
 
 # The graph is compiled for the first size, and must serve the others.
 SIZES = (9, 6, 19)
-NEGATED = "compiled by torch.compile, negated twice before"
+NEGATED = "compiled by torch.compile, with two negations before"
 
 
 @check(
-    f"each of the essential ones, {NEGATED} the operator, all in one graph",
+    f"replaced by all essential samples in one graph, {NEGATED} the operator",
     dtypes=first,
     names=no_name,
     quick=on_last_device,
@@ -388,7 +388,7 @@ def compiled_graph(case: Case) -> None:
 
 
 @check(
-    f"{NEGATED} the operator, under torch.no_grad()",
+    f"passed to a graph under torch.no_grad(), {NEGATED} the operator",
     dtypes=first_if_differentiable,
     names=lambda spec: list(spec.essential)[-1:],
     quick=on_last_device,
@@ -405,8 +405,8 @@ def compiled_for_inference(case: Case) -> None:
 
 
 @check(
-    f"of size 6, its dimensions reversed and then inside of padding, {NEGATED} and after the "
-    "operator, both in one graph",
+    f"of size 6, with reversed dimensions and then inside of padding, both in one graph, {NEGATED} "
+    "and after the operator",
     dtypes=first,
     names=no_name,
     quick=on_last_device,
@@ -420,8 +420,8 @@ def compiled_for_layouts(case: Case) -> None:
 
 
 @check(
-    "of size 9, and then of sizes 6 and 19 for the same graph (dynamic=True), compiled by "
-    "torch.compile, copied before the operator",
+    "of size 9, and then of sizes 6 and 19 for the same graph of torch.compile(dynamic=True), with "
+    "a copy before the operator",
     dtypes=brain,
     names=no_name,
     quick=on_last_device,
@@ -457,22 +457,22 @@ def check_without_recompiling(
 def reason_of_recompiling(case: Case, first: Sample, sample: Sample, size: int, error: str) -> str:
     """Say which sizes a graph was specialised to."""
     operator = case.spec.operator
-    described = f"the graph that was compiled for size 9 does not serve size {size}"
+    described = f"the graph compiled for size 9 does not serve size {size}"
     pairs = zip(named_sizes(operator, first), named_sizes(operator, sample))
     small = [
-        f"{name} is {size} there and {other} here"
+        f"{name} was {size} and is {other}"
         for (name, size), (_, other) in pairs
         if size != other and min(size, other) < 2
     ]
     if small:
         return (
-            f"{described}: {', '.join(small)}, and PyTorch makes a graph of its own wherever a "
-            "size is 0 or 1, whatever the operator. Let `sized` give at least 2 for sizes from 5"
+            f"{described}: {', '.join(small)}, and PyTorch compiles another graph for each size 0 "
+            "or 1, whatever the operator. Let `sized` give at least 2 for sizes from 5"
         )
     return (
-        f"{described}: the fake kernel, or a formula, makes a decision of a size"
-        f"{decided_size(operator, error)}. A comparison with 1, as for broadcasting, or with 0 is "
-        f"one, too. {error}"
+        f"{described}: the fake kernel or a formula was specialised to a size"
+        f"{decided_size(operator, error)}. Comparing a size with 0 or 1, as for broadcasting, "
+        f"specialises, too. {error}"
     )
 
 
@@ -534,8 +534,8 @@ def with_counted(dimensions: Dimensions, inputs: Any, keywords: Any) -> Any:
 
 
 @check(
-    "of size 9, and then of sizes 6 and 19 for the same graph, compiled by "
-    "torch.compile(dynamic=True, backend='aot_eager'), its sizes counted by torch.nonzero before "
+    "of size 9, and then of sizes 6 and 19 for the same graph of "
+    "torch.compile(dynamic=True, backend='aot_eager'), with sizes counted by torch.nonzero before "
     "the operator",
     dtypes=brain,
     names=no_name,
@@ -605,8 +605,8 @@ def open_dimensions(case: Case) -> Iterator[Any]:
 
 
 @check(
-    "of size 9, exported by torch.export with the sizes that grow left open, strict and not, and "
-    "with sizes counted by torch.nonzero before the operator, and then run with sizes 6, 9 and 19",
+    "of size 9, exported by torch.export with dynamic sizes, strict and not, also with sizes "
+    "counted by torch.nonzero before the operator, and then run with sizes 6, 9 and 19",
     dtypes=first,
     names=no_name,
     devices=first_device,
@@ -620,7 +620,7 @@ def exported(case: Case) -> None:
 
 def check_exported(case: Case, dimensions: Dimensions, strict: bool) -> None:
     """Check one exported program, with data-dependent sizes in the given dimensions."""
-    how = f"torch.export.export(strict={strict})" + ", of counted sizes," * any(dimensions)
+    how = f"torch.export.export(strict={strict})" + " with counted sizes" * any(dimensions)
     with fresh_compiler(), torch.no_grad():
         with failing_as(how):
             program = torch.export.export(

@@ -49,7 +49,7 @@ from foo_ops.testing.tolerance import gradients_of, has_gradients
 # Against the reference, numerically, and where none is required.
 
 
-@check("given to it as it is, and differentiated", dtypes=differentiable, quick=most_samples)
+@check("passed to the operator, and differentiated", dtypes=differentiable, quick=most_samples)
 def gradients(case: Case) -> None:
     sample = case.sample().requiring_grad()
     with poisoned_memory():
@@ -62,7 +62,7 @@ def gradients(case: Case) -> None:
 
 
 @check(
-    "given to it as it is, each tensor alone requiring a gradient",
+    "passed to the operator, each tensor alone requiring a gradient",
     dtypes=differentiable,
     names=essential,
 )
@@ -85,7 +85,7 @@ def gradient_of_each_input(case: Case) -> None:
 
 
 @check(
-    "given to it as it is, and differentiated through one output at a time",
+    "passed to the operator, and differentiated through one output at a time",
     dtypes=differentiable,
     names=essential,
 )
@@ -109,7 +109,7 @@ def gradient_through_each_output(case: Case) -> None:
 
 
 @check(
-    "given to it as it is, with and without gradients, under no_grad and inference_mode",
+    "passed to the operator with and without gradients, under no_grad and inference_mode",
     dtypes=differentiable,
     names=essential,
 )
@@ -125,7 +125,7 @@ def gradient_only_where_needed(case: Case) -> None:
     with torch.inference_mode():
         inference = run(case, sample)
     if not all(output.is_inference() for output in inference):
-        raise AssertionError("an output in inference_mode is no inference tensor")
+        raise AssertionError("an output in inference_mode is not an inference tensor")
     for mode, results in (("no_grad", unrecorded), ("inference_mode", inference)):
         if any(output.requires_grad for output in results):
             raise AssertionError(f"an output under {mode} requires a gradient")
@@ -208,7 +208,7 @@ def second_derivatives_of(
 
 
 @check(
-    "given to it with tangents, as forward-mode differentiation does",
+    "passed to the operator with tangents, as in forward-mode differentiation",
     dtypes=double_precision,
     names=essential,
     devices=first_device,
@@ -252,7 +252,7 @@ def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequ
 
 
 @check(
-    "given to torch.vmap beside itself in another order",
+    "passed to torch.vmap, stacked with a copy in another order",
     dtypes=first,
     names=essential,
     devices=first_device,
@@ -276,9 +276,7 @@ def mapped(case: Case) -> None:
         return
     # Without a rule PyTorch loops over calls; the message then must not blame a rule.
     has_rule = has_kernel_for_key(case.spec.name, "FuncTorchBatched")
-    how = (
-        "" if has_rule else " (by a loop of PyTorch's, as the operator has no rule for torch.vmap)"
-    )
+    how = "" if has_rule else " (by PyTorch's loop, since the operator has no rule for torch.vmap)"
     for index, given in enumerate((sample, other)):
         try:
             check_outputs(case.spec, given, case.dtype, tuple(it[index] for it in outputs))

@@ -47,7 +47,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @check(
-    "given to it, and compared with what it was before, as were bytes around what it allocates",
+    "passed to the operator, and compared with a copy; so were the bytes around allocated memory",
     names=essential,
     layouts=lambda spec: (None, inside_padding),
 )
@@ -60,17 +60,18 @@ def writes_only_what_is_declared(case: Case) -> None:
     with guarded_memory() as damages, failing_as(case.spec.name):
         results = sample.call(operator)
     for damage in damages:
-        raise AssertionError(f"it writes beside {allocation(damage, results)}")
+        raise AssertionError(f"the operator writes outside of {allocation(damage, results)}")
     for (name, tensor), (elements, memory) in zip(named, before):
         if id(tensor) not in declared and not same_bytes(tensor, elements):
             raise AssertionError(
-                f"it writes its argument {name}, and its schema does not say so: "
-                f"{operator._schema}. Declare it as Tensor(a!), or write a copy"
+                f"the operator writes its argument {name}, but its schema does not declare this: "
+                f"{operator._schema}. Declare the argument as Tensor(a!), or write to a copy"
             )
         tensor.copy_(elements)
         if not torch.equal(whole(tensor), memory):
             raise AssertionError(
-                f"it writes to the memory of its argument {name} beside the elements that it got"
+                f"the operator writes to the memory of its argument {name} outside of the tensor's "
+                "elements"
             )
 
 
@@ -78,9 +79,11 @@ def allocation(damage: Damage, results: Sequence[Tensor]) -> str:
     """Say which allocation was written out of bounds, and where."""
     address, size, first = damage
     places = [result.untyped_storage().data_ptr() for result in results]
-    what = f"output {places.index(address)}" if address in places else "memory to work in"
-    place = f"{-first} bytes before it" if first < 0 else f"{first - size} bytes after its end"
-    return f"{what}, {size} bytes that it allocated: the first such byte is {place}"
+    what = f"output {places.index(address)}" if address in places else "temporary memory"
+    place = (
+        f"{-first} bytes before its start" if first < 0 else f"{first - size} bytes after its end"
+    )
+    return f"{what}, an allocation of {size} bytes: the first byte written is {place}"
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
@@ -88,7 +91,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*map(whole, dense))
 
 
-@check("given to it as it is, twice", names=essential)
+@check("passed to the operator twice", names=essential)
 def aliases_only_what_is_declared(case: Case) -> None:
     """Check that outputs share memory only as the schema says, and never with earlier outputs."""
     sample, operator = arguments(case), case.spec.operator
@@ -109,8 +112,8 @@ def aliases_only_what_is_declared(case: Case) -> None:
             for name, other in seen:
                 if shares_memory(tensor, other):
                     raise AssertionError(
-                        f"output {position} shares memory with {name}, and its schema does not say "
-                        f"so: {operator._schema}. Return a clone, or declare it as Tensor(a)"
+                        f"output {position} shares memory with {name}, but the schema does not "
+                        f"declare this: {operator._schema}. Return a clone, or declare Tensor(a)"
                     )
             seen.append((f"output {position}", tensor))
 
@@ -125,10 +128,13 @@ def require_alias(
             continue
         tensor = named[argument.name]
         if writes(argument) and result is not tensor:
-            raise AssertionError(f"{what} must be its argument {argument.name} itself, and is not")
+            raise AssertionError(
+                f"{what} must be the argument {argument.name} itself, got another tensor"
+            )
         if result.numel() > 0 and not shares_memory(result, tensor):
             raise AssertionError(
-                f"{what} shares no memory with its argument {argument.name}, as its schema says"
+                f"{what} must share memory with the argument {argument.name} as the schema "
+                "declares, got other memory"
             )
 
 
@@ -138,7 +144,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 @check(
-    "given to it with out arguments full of NaN",
+    "passed to the operator with out arguments full of NaN",
     dtypes=lambda spec: spec.dtypes if spec.functional is not None else (),
     names=in_layouts,
     layouts=all_layouts,
@@ -151,7 +157,9 @@ def out_in_layouts(case: Case) -> None:
     with failing_as(case.spec.name):
         sample.call(case.spec.operator)
     if places != [(out.data_ptr(), out.stride()) for out in outs]:
-        raise AssertionError("an out argument of the right shape and dtype was given other memory")
+        raise AssertionError(
+            "an out argument of the right shape and dtype must keep its memory, got other memory"
+        )
     without_outs = Sample(sample.inputs, case.sample().keywords)
     check_outputs(case.spec, without_outs, case.dtype, tuple(outs))
 
@@ -163,7 +171,7 @@ OPCHECKS_WITHOUT_AOT = tuple(name for name in OPCHECKS if name != "test_aot_disp
 
 
 @check(
-    "given to torch.library.opcheck as it is",
+    "passed to torch.library.opcheck",
     dtypes=first_and_last,
     names=essential,
     gradients=gradient_or_not,
@@ -201,7 +209,7 @@ def hint_at_tag(operator: OpOverload) -> str:
     returned = any(result.alias_info is not None for result in operator._schema.returns)
     if not returned or torch.Tag.inplace in operator.tags or operator._overloadname != "default":
         return ""
-    return ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
+    return ". If the operator returns the argument that it writes, define it with torch.Tag.inplace"
 
 
 @check("replaced by fake tensors of the same shapes and strides", quick=in_first_dtype)
@@ -235,16 +243,18 @@ def check_fake(case: Case, sample: Sample) -> None:
             fakes = case.spec.call(fake_sample)
         except UnsupportedOperatorException:
             raise AssertionError(
-                "there is no fake kernel: register one (torch.library.register_fake)"
+                "the operator has no fake kernel: register one (torch.library.register_fake)"
             ) from None
     if len(fakes) != len(outputs):
-        raise AssertionError(f"the fake kernel returns {len(fakes)} tensors, not {len(outputs)}")
+        raise AssertionError(
+            f"the fake kernel must return {len(outputs)} tensors, got {len(fakes)}"
+        )
     for position, (output, fake) in enumerate(zip(outputs, fakes)):
         for what, actual, expected in properties(output, fake):
             if actual != expected:
                 raise AssertionError(
                     f"the fake kernel gives output {position} the {what} {actual}, "
-                    f"the kernel gives it {expected}"
+                    f"but the kernel {expected}"
                 )
 
 

@@ -29,7 +29,7 @@ from foo_ops.testing.tolerance import seeded
 # ------------------------------------------------------------------------------- values and layouts
 
 
-@check("given to it as it is, and fresh memory was full of NaN", quick=most_samples)
+@check("passed to the operator, and fresh memory was full of NaN", quick=most_samples)
 def values(case: Case) -> None:
     """Check every sample, with uninitialised memory full of NaN."""
     sample = case.sample()
@@ -38,7 +38,7 @@ def values(case: Case) -> None:
     for position, output in enumerate(outputs):
         if output.device.type != case.device:
             raise AssertionError(
-                f"output {position} is on {output.device}, its inputs are on {case.device}"
+                f"output {position} must be on {case.device} as the inputs are, got {output.device}"
             )
     try:
         check_outputs(case.spec, case.sample(), case.dtype, outputs)
@@ -54,13 +54,13 @@ def hint_at_draws(case: Case, sample: Sample, outputs: Tensors) -> str:
     if all(torch.equal(one.nan_to_num(), it.nan_to_num()) for one, it in zip(outputs, again)):
         return ""
     return (
-        ". Another call gives another result: where the operator draws random numbers, draws= of "
-        "the OpSpec says over how many calls the reference is their mean"
+        ". Another call gives another result: if the operator draws random numbers, set draws= of "
+        "the OpSpec to the number of calls whose mean is compared with the reference"
     )
 
 
 @check(
-    "given to it with the same seed twice, and with others",
+    "passed to the operator with the same seed twice, and with others",
     dtypes=lambda spec: first(spec) if spec.draws else (),
     names=no_name,
     quick=always,
@@ -81,10 +81,10 @@ def draws_follow_the_seed(case: Case) -> None:
                 follows |= differ(sample.call(case.spec.function), expected)
     if not follows:
         raise AssertionError(
-            "four seeds give the same results: it draws no numbers from the generator of its device"
+            "four seeds give the same results: no numbers are drawn from the device's generator"
         )
     if not advances:
-        raise AssertionError("a second call draws the numbers of the first one again")
+        raise AssertionError("a second call draws the same numbers as the first")
 
 
 def differ(one: Tensors, other: Tensors) -> bool:
@@ -96,7 +96,7 @@ def differ(one: Tensors, other: Tensors) -> bool:
 
 
 @check(
-    "given to it, and fresh memory was full of NaN",
+    "passed to the operator, and fresh memory was full of NaN",
     names=in_layouts,
     layouts=all_layouts,
 )
@@ -134,9 +134,9 @@ def layout_verdict(case: Case, layout: Layout) -> str:
     try:
         check_in_layout(dataclasses.replace(case, layout=contiguous), contiguous)
     except AssertionError:
-        return "The same numbers in contiguous tensors are wrong, too"
+        return "Contiguous tensors with the same numbers give a wrong result, too"
     return (
-        "The same numbers in contiguous tensors give the right result: the kernel, or its formula, "
+        "Contiguous tensors with the same numbers give the right result: the kernel or the formula "
         f"does not follow the strides and the offset of {layout.__name__}"
     )
 
@@ -145,7 +145,7 @@ def layout_verdict(case: Case, layout: Layout) -> str:
 
 
 @check(
-    "the large one, given to it with 1, 2, 3 and again 3 threads",
+    "the large one, passed to the operator with 1, 2, 3 and again 3 threads",
     dtypes=lambda spec: single_and_brain(spec) if spec.large is not None else (),
     names=no_name,
 )
@@ -170,7 +170,7 @@ def second_foo(spec: OpSpec) -> tuple[str, ...]:
 
 
 @check(
-    "of size 5, and given to it on foo:0 as well",
+    "of size 5, and passed to the operator on foo:0 as well",
     dtypes=first,
     names=no_name,
     devices=second_foo,
@@ -182,7 +182,7 @@ def second_device(case: Case) -> None:
     for position, output in enumerate(outputs):
         if output.device != torch.device(case.device):
             raise AssertionError(
-                f"output {position} is on {output.device}, its inputs are on {case.device}"
+                f"output {position} must be on {case.device} as the inputs are, got {output.device}"
             )
     there = dataclasses.replace(case, device="foo:0")
     expected = tuple(output.cpu() for output in run(there, there.sized(5)))

@@ -33,17 +33,21 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="MODULE",
-        help="a module to import first, that brings the device if torch does not find it",
+        help="a module to import first, which registers the device",
     )
-    result.add_argument("--out", type=Path, help="a file for the outcomes; a second run goes on")
+    result.add_argument(
+        "--out", type=Path, help="a file for the outcomes; a second run resumes from the file"
+    )
     result.add_argument("--page", type=Path, help="a file for a page with the scores")
     result.add_argument(
         "--only",
         type=expression,
         default="",
-        help="a regular expression, to be found in suite/name/dtype of what is run",
+        help="a regular expression: run the cases whose suite/name/dtype matches",
     )
-    result.add_argument("--skip", type=expression, help="one for what is not run")
+    result.add_argument(
+        "--skip", type=expression, help="a regular expression: leave out the cases that match"
+    )
     result.add_argument("--known", type=Path, help="a file with lines 'suite/name: reason'")
     result.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     return result

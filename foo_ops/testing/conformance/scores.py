@@ -184,7 +184,8 @@ def read_scores(path: Path, device: str, version: str) -> dict[Case, Outcome]:
     for what, now in (("device", device), ("torch", version)):
         if kept[what] != now:
             raise ValueError(
-                f"conformance: {path} must be of {what} {now} to be resumed, got {kept[what]}"
+                f"conformance: {path} must be a file of {what} {now} to be resumed, got "
+                f"{kept[what]}"
             )
     return {tuple(name.split("/")): message for name, message in kept["cases"].items()}
 

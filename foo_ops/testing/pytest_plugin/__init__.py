@@ -29,12 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--foo-sanitizer",
         action="store_true",
-        help="run each test under foo_ops.sanitizer, and fail it with what that finds",
+        help="run each test under foo_ops.sanitizer, and fail tests with findings",
     )
     group.addoption(
         "--foo-quick",
         action="store_true",
-        help="of the checks of an operator, run the third that finds most",
+        help="run only the third of an operator's checks that finds most",
     )
 
 
@@ -42,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)
     config.addinivalue_line(
         "markers",
-        "operators(*specs, checks=None, quick=None): the foo_ops.testing.OpSpec whose checks the "
-        "argument operator_check stands for, one at a time: all, or those with these names; with "
-        "quick=True the third that finds most, with None where --foo-quick is given",
+        "operators(*specs, checks=None, quick=None): run the test once for each check of these "
+        "foo_ops.testing.OpSpec, as its argument operator_check: for all checks or those named; "
+        "quick=True keeps the third that finds most, and None follows --foo-quick",
     )
     config.addinivalue_line(
         "markers",
-        "foo_sanitizer(enabled=True): run the test under foo_ops.sanitizer, or with False without "
-        "it where --foo-sanitizer is given",
+        "foo_sanitizer(enabled=True): run the test under foo_ops.sanitizer; False turns the "
+        "sanitizer off for the test, also with --foo-sanitizer",
     )
 
 
@@ -84,7 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     markers = list(metafunc.definition.iter_markers("operators"))
     if not any(marker.args for marker in markers):
         raise pytest.UsageError(
-            f"{metafunc.definition.nodeid} asks for operator_check: say of which operators, with "
+            f"{metafunc.definition.nodeid}: a test with operator_check must name operators with "
             "@pytest.mark.operators(spec, ...)"
         )
     parameters = [

@@ -152,7 +152,7 @@ def test_what_torch_computes_by_its_formula_stays():
 
 
 def test_dropout_is_refused_where_the_kernel_is_called():
-    message = "the flash attention of the CPU takes no dropout, got dropout_p 0.5"
+    message = "dropout_p must be 0 for flash attention on the CPU, got 0.5"
     with pytest.raises(NotImplementedError, match=message):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs(), dropout_p=0.5)
 

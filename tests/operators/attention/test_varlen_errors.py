@@ -203,15 +203,35 @@ def test_varlen_mixed_devices(name, own, other):
             {"cu_seqlens_q": [0, -(2**31), 9]},
             f"cu_seqlens_q must not decrease, got {-(2**31)} after 0",
         ),
-        (packed, {"cu_seqlens_q": [0, 4, 8]}, "cu_seqlens_q must end at 9 as query has, got 8"),
-        (packed, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
-        (paged, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
-        (packed, {"cu_seqlens_k": [0, 7, 11]}, "cu_seqlens_k must end at 12 as key has, got 11"),
-        (packed, {"cu_seqlens_k": [0, 7, 13]}, "cu_seqlens_k must end at 12 as key has, got 13"),
+        (
+            packed,
+            {"cu_seqlens_q": [0, 4, 8]},
+            "cu_seqlens_q must end at 9, the length of query, got 8",
+        ),
+        (
+            packed,
+            {"cu_seqlens_q": [0, 4, 10]},
+            "cu_seqlens_q must end at 9, the length of query, got 10",
+        ),
+        (
+            paged,
+            {"cu_seqlens_q": [0, 4, 10]},
+            "cu_seqlens_q must end at 9, the length of query, got 10",
+        ),
+        (
+            packed,
+            {"cu_seqlens_k": [0, 7, 11]},
+            "cu_seqlens_k must end at 12, the length of key, got 11",
+        ),
+        (
+            packed,
+            {"cu_seqlens_k": [0, 7, 13]},
+            "cu_seqlens_k must end at 12, the length of key, got 13",
+        ),
         (
             packed,
             {"cu_seqlens_q": [0], "cu_seqlens_k": [0]},
-            "cu_seqlens_q must end at 9 as query has, got 0",
+            "cu_seqlens_q must end at 9, the length of query, got 0",
         ),
         (
             packed,
@@ -231,7 +251,8 @@ def test_varlen_mixed_devices(name, own, other):
         (
             paged,
             {"cu_seqlens_k": [0, 7, 20], "max_seqlen_k": 13},
-            "cu_seqlens_k must give sequence 1 at most 12 keys as block_table holds, got 13",
+            "cu_seqlens_k must give sequence 1 at most 12 keys, as many as block_table holds, got "
+            "13",
         ),
         (
             paged,
@@ -257,7 +278,7 @@ def test_varlen_mixed_devices(name, own, other):
             (
                 make,
                 {"max_seqlen_q": value},
-                f"max_seqlen_q must be at least 5 as the longest sequence has, got {value}",
+                f"max_seqlen_q must be at least 5, the length of the longest sequence, got {value}",
             )
             for make in (packed, paged)
             for value in (4, 0, -1)
@@ -266,14 +287,14 @@ def test_varlen_mixed_devices(name, own, other):
             (
                 make,
                 {"max_seqlen_k": 6},
-                "max_seqlen_k must be at least 7 as the longest sequence has, got 6",
+                "max_seqlen_k must be at least 7, the length of the longest sequence, got 6",
             )
             for make in (packed, paged)
         ),
         (
             packed,
             {"seqused_k": [3, 5], "max_seqlen_k": 4},
-            "max_seqlen_k must be at least 5 as the longest sequence has, got 4",
+            "max_seqlen_k must be at least 5, the length of the longest sequence, got 4",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_arguments_are_good_unchanged(mode, device):
         ),
         (
             {"kv_num_blocks": None, "kv_indices": None},
-            "kv_num_blocks must be given where full_kv_num_blocks is, got None",
+            "kv_num_blocks must be given if full_kv_num_blocks is given, got None",
         ),
         (
             {"kv_num_blocks": (3, 4, 2), "kv_indices": (3, 4, 2, 3)},
@@ -88,7 +88,7 @@ def test_arguments_are_good_unchanged(mode, device):
         ),
         (
             {"kv_num_blocks": (1, 4, 1), "kv_indices": (1, 4, 1, 3)},
-            "kv_num_blocks must have rows of blocks of 5 for all 9 queries, got 1",
+            "kv_num_blocks must have a row for each block of 5 of the 9 queries, got 1",
         ),
         (
             {"kv_indices": (2, 4, 2, 3)},
@@ -151,8 +151,8 @@ def test_captured_tensors(operator, shape, message, mode, device):
 @pytest.mark.parametrize(
     ("counts", "block", "message"),
     [
-        (4, 0, "must have at least as many columns as a row has blocks, 4, got 3"),
-        (-1, 0, "must have at least as many columns as a row has blocks, -1, got 3"),
+        (4, 0, "must have a column for each of the 4 blocks of a row, got 3"),
+        (-1, 0, "must have a column for each of the -1 blocks of a row, got 3"),
         (1, -1, "must have block numbers of at least 0, got -1"),
     ],
 )
@@ -218,13 +218,13 @@ def test_which_captured_tensors_require_a_gradient(packed_too, mode, device):
     [
         (
             "float32 atan 0\noutput 0",
-            "'float32 atan 0', must have an operation and a dtype that programs have",
+            "'float32 atan 0', must have a known operation and a known dtype",
         ),
         (
             "complex64 neg 0\noutput 0",
-            "'complex64 neg 0', must have an operation and a dtype that programs have",
+            "'complex64 neg 0', must have a known operation and a known dtype",
         ),
-        ("float32 neg 0\noutput 0", "'float32 neg 0', must have operands that are lines before it"),
+        ("float32 neg 0\noutput 0", "'float32 neg 0', must have earlier lines as operands"),
         ("float32 number 1\noutput 0", "'float32 number 1', must read one of 1 numbers"),
         ("int32 integer 0\noutput 0", "'int32 integer 0', must read one of 0 integers"),
         ("float32 load 2\noutput 0", "'float32 load 2', must name one of 1 captured tensors"),
@@ -244,7 +244,7 @@ def test_programs_that_do_not_fit(text, message, device):
 
 
 def test_programs_without_an_output(device):
-    message = "attention_program: a program must have an output among its lines, got 7"
+    message = "attention_program: a program must have one of its lines as output, got 7"
     with raises(ValueError, message):
         call(arguments(device, score_mod="float32 input score\noutput 7"))
 
@@ -264,7 +264,7 @@ def test_a_program_reads_a_tensor_of_its_dtype(device):
 )
 def test_lines_that_are_not_of_a_program(line, device):
     message = (
-        "attention_program: a program must be of lines with a dtype, an operation and its "
+        "attention_program: a line of a program must have a dtype, an operation and its "
         f"operands, got '{line}'"
     )
     with raises(ValueError, message):
@@ -285,7 +285,7 @@ def test_programs_with_empty_lines(device):
         ("float32 where 0 0", "must have 3 operands, got 2"),
         ("float32 add 0 1", "must have operands of float32, float32, got float32, int32"),
         ("bool lt 1 0", "must have operands of int32, int32, got int32, float32"),
-        ("float32 where 2 0 0", "must have operands that are lines before it"),
+        ("float32 where 2 0 0", "must have earlier lines as operands"),
         ("float32 exp 1", "must have operands of float32, got int32"),
     ],
 )  # fmt: skip
@@ -303,9 +303,6 @@ def test_the_public_function(device):
     with raises(ValueError, message):
         foo_ops.flex_attention(query, key, key)
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 6, 7, device=device)
-    message = (
-        "flex_attention: block_mask must be of 5 queries and 5 keys as query and key have, got 6 "
-        "and 7"
-    )
+    message = "flex_attention: block_mask must cover 5 queries and 5 keys, got 6 and 7"
     with raises(ValueError, message):
         foo_ops.flex_attention(query, query, query, block_mask=mask)

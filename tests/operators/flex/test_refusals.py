@@ -93,14 +93,14 @@ COMPLEX = torch.ones(4, dtype=torch.complex64)
             branch,
             NotImplementedError,
             1,
-            "must not decide in Python by a value (torch.where decides for each score), "
+            "must not branch in Python on a value (use torch.where), "
             "got bool, int, float or item of a tensor",
         ),
         (
             number,
             NotImplementedError,
             1,
-            "must not decide in Python by a value (torch.where decides for each score), "
+            "must not branch in Python on a value (use torch.where), "
             "got bool, int, float or item of a tensor",
         ),
         (in_place, NotImplementedError, 1, "must not write in place, got torch.Tensor.add_"),

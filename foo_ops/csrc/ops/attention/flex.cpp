@@ -55,7 +55,7 @@ void check_lists(const char* counts_name, const OptionalTensor& counts, const ch
                       name, " as query has, got ", sizes[axis]);
   }
   TORCH_CHECK_VALUE(holds((sizes[2] * query_block).sym_ge(query.sym_size(2))), kFlexName, ": ",
-                    counts_name, " must have rows of blocks of ", query_block, " for all ",
+                    counts_name, " must have a row for each block of ", query_block, " of the ",
                     query.sym_size(2), " queries, got ", sizes[2]);
   TORCH_CHECK_VALUE(have_sizes(indices->sym_sizes().slice(0, 3), sizes), kFlexName, ": ",
                     indices_name, " must have the leading dimensions ", sizes, " as ", counts_name,
@@ -151,7 +151,7 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
   check_lists("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, query,
               query_block);
   TORCH_CHECK_VALUE(kv_num_blocks.has_value() || !full_kv_num_blocks.has_value(), kFlexName,
-                    ": kv_num_blocks must be given where full_kv_num_blocks is, got None");
+                    ": kv_num_blocks must be given if full_kv_num_blocks is given, got None");
   TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
                         have_sizes(full_kv_num_blocks->sym_sizes(), kv_num_blocks->sym_sizes()),
                     kFlexName, ": full_kv_num_blocks must have shape ", kv_num_blocks->sym_sizes(),

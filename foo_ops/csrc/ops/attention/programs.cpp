@@ -156,8 +156,8 @@ void BlockStates::read(const at::Tensor& counts, const at::Tensor& indices, cons
   const int64_t most = indices.size(3);
   for (int64_t row = 0; row < rows_; ++row) {
     TORCH_CHECK_VALUE(number[row] >= 0 && number[row] <= most, "flex_attention: ", name,
-                      " must have at least as many columns as a row has blocks, ", number[row],
-                      ", got ", most);
+                      " must have a column for each of the ", number[row], " blocks of a row, got ",
+                      most);
     for (int64_t i = 0; i < number[row]; ++i) {
       const int64_t block = place[row * most + i];
       TORCH_CHECK_VALUE(block >= 0, "flex_attention: ", name,

@@ -39,8 +39,8 @@ void check_offsets(const char* name, const char* argument, const int32_t* offset
 
 void check_end(const char* name, const char* argument, const char* tensor, int64_t end,
                int64_t length) {
-  TORCH_CHECK_VALUE(end == length, name, ": ", argument, " must end at ", length, " as ", tensor,
-                    " has, got ", end);
+  TORCH_CHECK_VALUE(end == length, name, ": ", argument, " must end at ", length,
+                    ", the length of ", tensor, ", got ", end);
 }
 
 void check_used(const char* name, const Lengths& lengths, const int32_t* used, bool is_paged,
@@ -59,7 +59,7 @@ void read_pages(const char* name, Lengths& lengths, const at::Tensor& table, int
   for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
     const int64_t length = lengths.key_lengths[i];
     TORCH_CHECK_VALUE(length <= room, name, ": cu_seqlens_k must give sequence ", i, " at most ",
-                      room, " keys as block_table holds, got ", length);
+                      room, " keys, as many as block_table holds, got ", length);
     lengths.columns = std::max(lengths.columns, ceil_divide(length, page_size));
   }
   lengths.pages.resize(lengths.key_lengths.size() * lengths.columns);
@@ -84,7 +84,7 @@ void check_longest(const char* name, const char* argument, const std::vector<int
     longest = std::max(longest, length);
   }
   TORCH_CHECK_VALUE(given >= longest, name, ": ", argument, " must be at least ", longest,
-                    " as the longest sequence has, got ", given);
+                    ", the length of the longest sequence, got ", given);
 }
 
 }  // namespace

@@ -132,9 +132,9 @@ class Targets {
     const auto* const labels = tensor_.const_data_ptr<int64_t>();
     for (int64_t row = 0; row < tensor_.numel(); ++row) {
       if (labels[row] == ignore_index) continue;
-      TORCH_CHECK_INDEX(0 <= labels[row] && labels[row] < classes, name, ": target must be in [0, ",
-                        classes, ") as weight has rows, or ignore_index ", ignore_index, ", got ",
-                        labels[row]);
+      TORCH_CHECK_INDEX(0 <= labels[row] && labels[row] < classes, name,
+                        ": target must be a class in [0, ", classes, ") or ignore_index ",
+                        ignore_index, ", got ", labels[row]);
       ++count_;
     }
   }
@@ -442,11 +442,12 @@ void check(const char* name, const at::Tensor& hidden, const at::Tensor& weight,
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, name, ": target must be int64, got ",
                    dtype_name(target.scalar_type()));
   check_shape(name, "target", target, hidden.sym_sizes().slice(0, hidden.dim() - 1),
-              "as hidden has rows");
+              "to match the rows of hidden");
   if (bias.has_value()) {
     check_dimensions(name, "bias", *bias, 1, "(V)");
     check_like(name, "bias", *bias, "hidden", hidden);
-    check_count(name, "bias", "elements", bias->sym_size(0), weight.sym_size(0), "weight has rows");
+    check_one_each(name, "bias", "elements", bias->sym_size(0), weight.sym_size(0),
+                   "row of weight");
   }
   TORCH_CHECK_VALUE(0.0 <= label_smoothing && label_smoothing <= 1.0, name,
                     ": label_smoothing must be in [0, 1], got ", label_smoothing);
@@ -493,7 +494,7 @@ void check_linear_cross_entropy_backward(const OptionalTensor& grad_loss,
   }
   check_sum(name, "logsumexp", logsumexp, rows, "as target has", hidden);
   TORCH_CHECK_VALUE(bias.has_value() || !bias_requires_grad, name,
-                    ": bias must be given where bias_requires_grad is true, got None");
+                    ": bias must be given if bias_requires_grad is true, got None");
 }
 
 KeptSizes kept_sizes(const c10::SymInt& rows, const c10::SymInt& depth, const c10::SymInt& columns,
@@ -512,15 +513,15 @@ void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Te
   const c10::SymInt rows = exponentials.sym_size(0);
   TORCH_CHECK_VALUE(holds(rows.sym_le(most)), name, ": exponentials must have at most ", most,
                     " rows, got ", rows);
-  check_count(name, "exponentials", "columns", exponentials.sym_size(1), weight.sym_size(0),
-              "weight has rows");
+  check_one_each(name, "exponentials", "columns", exponentials.sym_size(1), weight.sym_size(0),
+                 "row of weight");
   const auto dtype = hidden.scalar_type() == at::kHalf ? at::kFloat : hidden.scalar_type();
   TORCH_CHECK_TYPE(exponentials.scalar_type() == dtype, name, ": exponentials must be ",
                    dtype_name(dtype), " where hidden is ", dtype_name(hidden.scalar_type()),
                    ", got ", dtype_name(exponentials.scalar_type()));
   const c10::SymInt of_bases[] = {blocks, rows};
-  check_sum(name, "bases", bases, of_bases, "as exponentials have blocks of columns and rows",
-            hidden);
+  check_sum(name, "bases", bases, of_bases,
+            "for the blocks of columns and the rows of exponentials", hidden);
 }
 
 }  // namespace foo

@@ -53,6 +53,12 @@ void check_count(const char* name, const char* argument, const char* what, const
                     " ", what, " as ", as, ", got ", size);
 }
 
+void check_one_each(const char* name, const char* argument, const char* what,
+                    const c10::SymInt& size, const c10::SymInt& expected, const char* each) {
+  TORCH_CHECK_VALUE(holds(size.sym_eq(expected)), name, ": ", argument, " must have ", expected,
+                    " ", what, ", one for each ", each, ", got ", size);
+}
+
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -139,7 +145,8 @@ void check_linear(const at::Tensor& input, const at::Tensor& weight, const Optio
   if (bias.has_value()) {
     check_dimensions(name, "bias", *bias, 1, "(N)");
     check_like(name, "bias", *bias, "input", input);
-    check_count(name, "bias", "elements", bias->sym_size(0), weight.sym_size(0), "weight has rows");
+    check_one_each(name, "bias", "elements", bias->sym_size(0), weight.sym_size(0),
+                   "row of weight");
   }
 }
 
@@ -171,14 +178,14 @@ void check_linear_backward(const at::Tensor& grad_output, const OptionalTensor& 
   check_dtype(name, "grad_output", grad_output);
   check_rows(name, "grad_output", grad_output);
   TORCH_CHECK_VALUE(weight.has_value() || !input_requires_grad, name,
-                    ": weight must be given where input_requires_grad is true, got None");
+                    ": weight must be given if input_requires_grad is true, got None");
   TORCH_CHECK_VALUE(input.has_value() || !weight_requires_grad, name,
-                    ": input must be given where weight_requires_grad is true, got None");
+                    ": input must be given if weight_requires_grad is true, got None");
   if (weight.has_value()) {
     check_dimensions(name, "weight", *weight, 2, "(N, K)");
     check_like(name, "weight", *weight, "grad_output", grad_output);
-    check_count(name, "weight", "rows", weight->sym_size(0), grad_output.sym_size(-1),
-                "grad_output has columns");
+    check_one_each(name, "weight", "rows", weight->sym_size(0), grad_output.sym_size(-1),
+                   "column of grad_output");
   }
   if (input.has_value()) {
     check_like(name, "input", *input, "grad_output", grad_output);

@@ -19,6 +19,9 @@ void check_like(const char* name, const char* argument, const at::Tensor& tensor
                 const at::Tensor& like);
 void check_count(const char* name, const char* argument, const char* what, const c10::SymInt& size,
                  const c10::SymInt& expected, const char* as);
+// Like check_count, for counts of one thing for each of another, as in "row of weight".
+void check_one_each(const char* name, const char* argument, const char* what,
+                    const c10::SymInt& size, const c10::SymInt& expected, const char* each);
 
 // Checks of the operators' arguments, which fake kernels share.
 void check_linear(const at::Tensor& input, const at::Tensor& weight,
