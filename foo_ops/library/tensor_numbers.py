@@ -19,8 +19,8 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops._process import after_import
 from foo_ops.compat import DYNAMO, OpOverload, OpOverloadPacket, peek_interpreter_stack
-from foo_ops.library.autocast import AUTOCASTS, register_autocast
 from foo_ops.library.operators import BACKWARDS, VARIANTS, find, keep
+from foo_ops.library.rules import AUTOCASTS, register_autocast
 
 if TYPE_CHECKING:
     from foo_ops.compat import VariableTracker

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.library.symbols import is_known
+from foo_ops.library.operators import is_known
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
