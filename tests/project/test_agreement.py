@@ -23,7 +23,7 @@ from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.simd import memory
 from foo_ops.kernels.simd.types import ELEMENTS, Pointer
 from foo_ops.kernels.user import elementwise, tile
-from foo_ops.ops.attention.options import AttentionOptions
+from foo_ops.ops.attention.formula import AttentionOptions
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")

@@ -46,7 +46,7 @@ template <class Value>
 AttentionOption(const char*, Value AttentionOptions::*) -> AttentionOption<Value>;
 
 // All options. Calls are read by this table; tests/project/test_agreement.py compares it with the
-// schemas and with foo_ops/ops/attention/options.py.
+// schemas and with foo_ops/ops/attention/formula.py.
 inline constexpr std::tuple kAttentionOptions{
     AttentionOption{"is_causal", &AttentionOptions::is_causal},
     AttentionOption{"scale", &AttentionOptions::scale},
