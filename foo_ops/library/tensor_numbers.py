@@ -242,5 +242,5 @@ def _in_tensor(number: float) -> Tensor:
 
 
 def _draw_seed(query: Tensor) -> Tensor:
-    """Draw a seed as operators that need gradients do (csrc/ops/attention/parameters.cpp)."""
+    """Draw a seed as operators that need gradients do (csrc/ops/attention/arguments.cpp)."""
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)

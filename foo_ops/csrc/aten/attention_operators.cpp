@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "launch/named_call.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

@@ -32,7 +32,7 @@ _SCHEMA_TYPES = {
 class AttentionOptions:
     """The keyword arguments of attention, and their defaults.
 
-    csrc/ops/attention/checks.h has the same struct. `foo_ops.attention` documents the options.
+    csrc/ops/attention/arguments.h has the same struct. `foo_ops.attention` documents the options.
     part_offset is not public: the keys are then a part of all keys, query i stands at key
     i + part_offset, to which windows and ALiBi are aligned, and a backward pass may get the
     logsumexp of all keys.

@@ -98,7 +98,7 @@ def make_forward_rule(name: str) -> Callable[..., Any]:
     """Make the rule of foo::attention or foo::attention_seeded.
 
     With a seed the rule is a loop, since dropout depends on the place in the batch. foo::attention
-    with dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
+    with dropout does not come here: csrc/ops/attention/dense.cpp draws a seed for it first.
     """
 
     def vmap(info: Any, in_dims: Dims, *inputs: Tensor | None, **options: Any) -> Any:
