@@ -366,10 +366,10 @@ def register_random_vmap(operator: OpOverload, lib: torch.library.Library | None
     if not has_kernel_for_key(name, _MODE.name):
         own = torch.library.Library(name.partition("::")[0], "FRAGMENT")
         own.impl(name, kernel, _MODE.name, with_keyset=True)
-        keep(_ImplRegistration(own), lib)
+        keep(_RegisteredRule(own), lib)
 
 
-class _ImplRegistration:
+class _RegisteredRule:
     """A registration that ends with the operator's library."""
 
     def __init__(self, library: torch.library.Library) -> None:
@@ -528,13 +528,13 @@ def make_uniform_rule(operator: OpOverload, dimensions: str) -> ShardingRule:
 
 def _register(operator: OpOverload, rule: ShardingRule, lib: torch.library.Library | None) -> None:
     RULES[operator] = rule
-    keep(_Sharded(operator, rule), lib)
+    keep(_RegisteredSharding(operator, rule), lib)
     for function in _functions:
         function(operator)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sharded:
+class _RegisteredSharding:
     operator: OpOverload
     rule: ShardingRule
 
