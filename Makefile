@@ -136,7 +136,7 @@ $(eval $(call sanitized_tests,memory))
 $(eval $(call sanitized_tests,races))
 $(SANITIZED)/races/foo_ops/csrc/aten/%.o $(SANITIZED)/races/foo_ops/csrc/launch/%.o \
 	$(SANITIZED)/races/tests/cpp/main.o: SANITIZERS_races := -fopenmp
-$(patsubst %,$(SANITIZED)/races/foo_ops/csrc/launch/%.o,fork_mutex kernel_table operator_counts): \
+$(patsubst %,$(SANITIZED)/races/foo_ops/csrc/launch/%.o,fork_mutex kernel_table registration): \
 	SANITIZERS_races := -fsanitize=thread -fopenmp
 
 # Eight threads for a minute, a million operators, memory that runs out, a hundred thousand steps of

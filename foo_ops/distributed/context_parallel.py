@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foo_ops.distributed.ring_attention import attend
-from foo_ops.ops.attention.options import DEFAULTS
+from foo_ops.ops.attention.formula import DEFAULTS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

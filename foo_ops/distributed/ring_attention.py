@@ -15,7 +15,7 @@ from foo_ops import _C
 from foo_ops.distributed.sequence import LENGTH, Layout, Part, Ring, gather_objects
 from foo_ops.library.operators import dtype_name
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention.options import DEFAULTS, given_options
+from foo_ops.ops.attention.formula import DEFAULTS, given_options
 
 # ------------------------------------------------------------------------------------------- checks
 

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker, OwnKernel
 
-# Make the kit's kernels from a user's functions.
-ELEMENTWISE = Maker("foo_ops.kernels.user.elementwise", "make_elementwise_kernel")
-TILE = Maker("foo_ops.kernels.user.tile", "make_tile_kernel")
-
 FORWARD = Maker("foo_ops.kernels.attention.forward", "make_forward_kernel")
 DECODE = Maker("foo_ops.kernels.attention.decode", "make_decode_kernel")
 MERGE = Maker("foo_ops.kernels.attention.forward", "make_merge_kernel")

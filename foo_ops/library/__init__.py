@@ -31,34 +31,41 @@ Example:
 from torch.library import fallthrough_kernel, get_ctx, infer_schema, wrap_triton
 
 from foo_ops._process import after_import
-from foo_ops.library.autocast import register_autocast
-from foo_ops.library.autograd import register_autograd, register_variant_autograd
+from foo_ops.library.autograd import register_autograd
 from foo_ops.library.checks import OPCHECKS, opcheck
-from foo_ops.library.define import (
+from foo_ops.library.elementwise import (
+    ElementwiseKernel,
+    elementwise_kernel,
+    register_variant_autograd,
+)
+from foo_ops.library.kernels import (
     Library,
+    Scratch,
+    check_bounds,
     custom_op,
     define,
     get_kernel,
     impl,
     impl_abstract,
     register_fake,
+    register_kernel,
     register_torch_dispatch,
+    scratch,
     triton_op,
 )
-from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
-from foo_ops.library.flops import register_flops
-from foo_ops.library.kernels import Scratch, check_bounds, register_kernel, scratch
-from foo_ops.library.nested import register_nested_rows
 from foo_ops.library.numba_op import numba_op
-from foo_ops.library.sharding import register_sharding
-from foo_ops.library.symbols import have_sizes, holds
-from foo_ops.library.tiles import TileKernel, tile_kernel
-from foo_ops.library.vmap import (
+from foo_ops.library.operators import have_sizes, holds
+from foo_ops.library.rules import (
+    register_autocast,
+    register_flops,
+    register_nested_rows,
+    register_sharding,
     register_vmap,
     register_vmap_loop,
     register_vmap_rows,
     vmap_by_loop,
 )
+from foo_ops.library.tiles import TileKernel, tile_kernel
 
 
 def _let_dtensor_know() -> None:

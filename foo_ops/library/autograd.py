@@ -23,10 +23,8 @@ from foo_ops.compat import (
     get_dispatch_mode,
     pytree,
 )
-from foo_ops.library.nested import require_dense
 from foo_ops.library.operators import (
     BACKWARDS,
-    VARIANTS,
     counted,
     end_refusal,
     find,
@@ -37,6 +35,7 @@ from foo_ops.library.operators import (
     refuse_derivatives,
     tensors_in,
 )
+from foo_ops.library.rules import require_dense
 
 # ----------------------------------------------------------------------------------------- formulas
 
@@ -541,31 +540,3 @@ def _register_on_autograd_key(
     name: str, function: Callable[..., Any], lib: torch.library.Library | None
 ) -> None:
     library_of(name, lib).impl(name.partition("::")[2], function, "Autograd")
-
-
-def register_variant_autograd(
-    op: str | OpOverload, /, *, lib: torch.library.Library | None = None
-) -> None:
-    """Register autograd for the in-place or out variant of an operator that has gradients.
-
-    In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
-    versions. An out variant refuses tensors that need a gradient, as torch's own do.
-
-    Example:
-        >>> kernel = foo_ops.library.elementwise_kernel(lambda x: 5.0 * x)
-        >>> foo_ops.library.define("mylib::fivefold", "(Tensor input) -> Tensor")
-        >>> foo_ops.library.register_kernel("mylib::fivefold", "cpu", kernel)
-        >>> foo_ops.library.register_autograd("mylib::fivefold", lambda ctx, grad: 5.0 * grad)
-        >>> foo_ops.library.define("mylib::fivefold_", "(Tensor(a!) input) -> Tensor(a!)")
-        >>> foo_ops.library.register_kernel("mylib::fivefold_", "cpu", kernel)
-        >>> foo_ops.library.register_variant_autograd("mylib::fivefold_")
-        >>> input = torch.ones(2, requires_grad=True)
-        >>> torch.ops.mylib.fivefold_(input.clone()).sum().backward()
-        >>> input.grad
-        tensor([5., 5.])
-    """
-    name = find(op).name()
-    end_refusal(name)
-    keep(_C.register_variant_autograd(name), own_library(name, lib))
-    if name.endswith("_"):
-        note(VARIANTS, name, name.removesuffix("_"), own_library(name, lib))

@@ -25,7 +25,7 @@ from foo_ops.compat import (
     propagate_tensor_meta,
     sharding_propagator,
 )
-from foo_ops.library.sharding import REST, RULES, for_each_rule, named_dimensions, parse
+from foo_ops.library.rules import REST, RULES, for_each_rule, named_dimensions, parse_sharding
 
 
 class Dimensions(NamedTuple):
@@ -54,7 +54,7 @@ def make_strategy(operator: OpOverload) -> Callable[[OpSchema], OpStrategy]:
 
     def strategy(op_schema: OpSchema) -> OpStrategy:
         rule = RULES[operator]
-        sharding = parse(operator, rule(*op_schema.args_meta, **op_schema.kwargs_meta))
+        sharding = parse_sharding(operator, rule(*op_schema.args_meta, **op_schema.kwargs_meta))
         given = dict(zip((it.name for it in arguments), op_schema.args_meta))
         given |= op_schema.kwargs_meta
         inputs = {name: it for name, it in given.items() if isinstance(it, TensorMeta)}

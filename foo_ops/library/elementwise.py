@@ -13,38 +13,46 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops._operators import is_declared
 from foo_ops.compat import OpOverload, has_kernel
-from foo_ops.kernels.table import ELEMENTWISE
-from foo_ops.library.flops import count_elementwise
+from foo_ops.kernels.compiler.kernel import Maker
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
     add_source,
+    check_parameters,
+    check_returned,
     cpp_parameter,
     kinds_of,
+    refuse_whole,
     require_function,
 )
 from foo_ops.library.operators import (
     BACKWARDS,
     COMPLEX,
     FLOATING,
+    VARIANTS,
     Parameter,
+    Sizes,
     define_or_take,
     dtype_name,
     end_refusal,
     find,
+    have_sizes,
     in_words,
+    is_known,
     keep,
     library_of,
     note,
+    own_library,
     parameters_of,
     refuse_derivatives,
     require_dtypes,
     with_choices,
 )
-from foo_ops.library.refusals_of_kernels import check_parameters, check_returned, refuse_whole
-from foo_ops.library.sharding import make_elementwise_sharding
-from foo_ops.library.symbols import Sizes, have_sizes, is_known
-from foo_ops.library.vmap import make_elementwise_rule
+from foo_ops.library.rules import (
+    count_elementwise,
+    make_elementwise_rule,
+    make_elementwise_sharding,
+)
 
 # ------------------------------------------------------------------------------------- fake kernels
 
@@ -134,6 +142,8 @@ def _has_shape(tensor: Tensor, shape: Sizes) -> bool:
 
 # Make kernels from one function of scalars.
 
+
+_MAKER = Maker("foo_ops.kernels.user.elementwise", "make_elementwise_kernel")
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
@@ -261,7 +271,7 @@ class ElementwiseKernel(NumbaKernel):
             for p, kind in zip(inputs, kinds_of(inputs))
         )
         depends_on = self._depends_on(inputs)
-        return add_source(operator, functions, ELEMENTWISE, kinds, variants, depends_on)
+        return add_source(operator, functions, _MAKER, kinds, variants, depends_on)
 
 
 def _bits(dtype: torch.dtype) -> str:
@@ -496,3 +506,31 @@ def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:
     while any(p.name.startswith(prefix) for p in parameters):
         prefix = f"grad_{prefix}"
     return [f"{prefix}{position}" for position in range(count)]
+
+
+def register_variant_autograd(
+    op: str | OpOverload, /, *, lib: torch.library.Library | None = None
+) -> None:
+    """Register autograd for the in-place or out variant of an operator that has gradients.
+
+    In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
+    versions. An out variant refuses tensors that need a gradient, as torch's own do.
+
+    Example:
+        >>> kernel = foo_ops.library.elementwise_kernel(lambda x: 5.0 * x)
+        >>> foo_ops.library.define("mylib::fivefold", "(Tensor input) -> Tensor")
+        >>> foo_ops.library.register_kernel("mylib::fivefold", "cpu", kernel)
+        >>> foo_ops.library.register_autograd("mylib::fivefold", lambda ctx, grad: 5.0 * grad)
+        >>> foo_ops.library.define("mylib::fivefold_", "(Tensor(a!) input) -> Tensor(a!)")
+        >>> foo_ops.library.register_kernel("mylib::fivefold_", "cpu", kernel)
+        >>> foo_ops.library.register_variant_autograd("mylib::fivefold_")
+        >>> input = torch.ones(2, requires_grad=True)
+        >>> torch.ops.mylib.fivefold_(input.clone()).sum().backward()
+        >>> input.grad
+        tensor([5., 5.])
+    """
+    name = find(op).name()
+    end_refusal(name)
+    keep(_C.register_variant_autograd(name), own_library(name, lib))
+    if name.endswith("_"):
+        note(VARIANTS, name, name.removesuffix("_"), own_library(name, lib))

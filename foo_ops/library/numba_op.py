@@ -11,12 +11,12 @@ from typing import Any, overload
 import torch
 
 from foo_ops.compat import OpOverloadPacket
-from foo_ops.library.autograd import register_variant_autograd
 from foo_ops.library.elementwise import (
     Backward,
     ElementwiseKernel,
     elementwise_kernel,
     refuse_other_backward,
+    register_variant_autograd,
 )
 from foo_ops.library.kernels import register_kernel, require_function
 from foo_ops.library.operators import (

@@ -1,4 +1,4 @@
-"""Operators as their schemas describe them: names, dtypes, keywords, strings and results."""
+"""Operators as their schemas describe them: names, sizes, dtypes, keywords, strings, results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,76 @@ from foo_ops import _C
 from foo_ops._operators import Definition, take_declared
 from foo_ops.compat import (
     Argument,
+    FunctionSchema,
     OpOverload,
     OpOverloadPacket,
     OptionalType,
     has_kernel_for_key,
+    key_for_device,
     pytree,
 )
-from foo_ops.library.symbols import have_sizes
+
+# ------------------------------------------------------------------------------ conditions on sizes
+
+
+Condition: TypeAlias = "bool | torch.SymBool"
+Sizes: TypeAlias = "Sequence[int | torch.SymInt]"
+
+
+def holds(condition: Condition) -> bool:
+    """Return whether a condition on an operator's arguments is true.
+
+    Fake kernels check sizes with it. If a size depends on data, such as a count of nonzero
+    elements, torch.compile assumes that the condition is true and checks it when the program runs.
+
+    Args:
+        condition: a comparison of sizes.
+
+    Example:
+        >>> input = torch.ones(3, 8)
+        >>> foo_ops.library.holds(input.shape[-1] % 4 == 0)
+        True
+    """
+    if isinstance(condition, bool):
+        return condition
+    # Imported here: it takes 0.3 s, and a caller with a symbolic condition has imported it already.
+    from torch.fx.experimental.symbolic_shapes import expect_true
+
+    return expect_true(condition)
+
+
+def is_known(condition: Condition) -> bool:
+    """Return whether a condition is known to be true; False if it depends on data."""
+    # For Dynamo a symbolic condition is a bool, too.
+    if isinstance(condition, bool) and not torch.compiler.is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def either(one: Condition, other: Condition) -> Condition:
+    """Return ``one or other``, without evaluating symbolic conditions."""
+    if isinstance(one, bool):
+        return one or other
+    return one if other is False else other if other is True else one | other
+
+
+def have_sizes(sizes: Sizes, expected: Sizes) -> bool:
+    """Return whether sizes equal the expected ones, as `holds` does.
+
+    Args:
+        sizes: a tensor's shape, or some of it.
+        expected: sizes that are known, or those of another tensor.
+
+    Example:
+        >>> input, weight = torch.ones(3, 8), torch.ones(8)
+        >>> foo_ops.library.have_sizes(weight.shape, input.shape[-1:])
+        True
+    """
+    pairs = zip(sizes, expected)
+    return len(sizes) == len(expected) and all(holds(size == other) for size, other in pairs)
+
 
 # ---------------------------------------------------------------------------- operators and schemas
 
@@ -558,3 +621,91 @@ def _words(result: Any) -> str:
 
 def _word(value: Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+# --------------------------------------------------------------------------- checks of fake kernels
+
+# Let the fake kernels of tile kernels refuse the arguments that the launcher refuses.
+#
+# These are strings, numbers and lists, and written tensors that share memory with others. Fake
+# tensors show sharing within one storage only: that two storages share memory, such as two NumPy
+# arrays, shows only in addresses, and fake tensors have none.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The parameters of an operator that has a tile kernel."""
+
+    name: str
+    parameters: Sequence[Parameter]
+    cpp_parameters: Sequence[Any]
+
+    def calling(
+        self, fake: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the fake kernel, with checks in the order of the launcher."""
+        given = {p.name: value for p, value in zip(self.parameters, args)} | kwargs
+        values = [given.get(p.name) for p in self.parameters]
+        _C.check_tile_values(self.name, self.cpp_parameters, values)
+        results = fake(*args, **kwargs)
+        if any(p.role != "read" for p in self.parameters):
+            _C.check_written_memory(self.name, self.cpp_parameters, values)
+        return results
+
+
+# By operator, then by the kernel's dispatch key.
+_values: dict[str, dict[str, _Values]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """An entry of `_values`, which ends with the kernel's registration."""
+
+    name: str
+    key: str
+    values: _Values
+
+    def destroy(self) -> None:
+        if _values[self.name].get(self.key) is self.values:
+            del _values[self.name][self.key]
+
+
+def remember_values(
+    operator: OpOverload,
+    key: str,
+    parameters: Sequence[Parameter],
+    cpp_parameters: Sequence[Any],
+) -> Remembered:
+    """Remember the parameters of an operator's kernel, for checks in its fake kernel."""
+    values = _Values(short_name(operator), parameters, cpp_parameters)
+    _values.setdefault(operator.name(), {})[key] = values
+    return Remembered(operator.name(), key, values)
+
+
+def _values_of(name: str, arguments: Any) -> _Values | None:
+    """Return the parameters of the tile kernel that would be called; on meta, those of any."""
+    kernels = _values.get(name)
+    if not kernels:
+        return None
+    types = (tensor.device.type for tensor in tensors_in(arguments))
+    key = key_for_device(next(types, "meta"))
+    return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)
+
+
+def has_values(schema: FunctionSchema) -> bool:
+    """Return whether a schema has arguments that may need checks."""
+    types = [str(argument.real_type) for argument in schema.arguments]
+    return schema.is_mutable or any(
+        word in type_ for type_ in types for word in ("str", "number", "List[")
+    )
+
+
+def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the fake kernel, with checks of its arguments if the kernel is a tile kernel."""
+
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        values = _values_of(name, (args, kwargs))
+        return fake(*args, **kwargs) if values is None else values.calling(fake, args, kwargs)
+
+    return checked

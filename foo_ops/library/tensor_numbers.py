@@ -19,8 +19,8 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops._process import after_import
 from foo_ops.compat import DYNAMO, OpOverload, OpOverloadPacket, peek_interpreter_stack
-from foo_ops.library.autocast import AUTOCASTS, register_autocast
 from foo_ops.library.operators import BACKWARDS, VARIANTS, find, keep
+from foo_ops.library.rules import AUTOCASTS, register_autocast
 
 if TYPE_CHECKING:
     from foo_ops.compat import VariableTracker
@@ -242,5 +242,5 @@ def _in_tensor(number: float) -> Tensor:
 
 
 def _draw_seed(query: Tensor) -> Tensor:
-    """Draw a seed as operators that need gradients do (csrc/ops/attention/parameters.cpp)."""
+    """Draw a seed as operators that need gradients do (csrc/ops/attention/arguments.cpp)."""
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)

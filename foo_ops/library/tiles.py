@@ -12,45 +12,54 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.compat import (
-    FunctionSchema,
     OpOverload,
     has_kernel,
     has_kernel_for_key,
-    key_for_device,
+    pytree,
 )
-from foo_ops.kernels.compiler.kernel import size_name
-from foo_ops.kernels.table import TILE
+from foo_ops.kernels.compiler.inspection import row_dimensions
+from foo_ops.kernels.compiler.kernel import Maker, size_name
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
     Scratch,
     add_source,
     by_position,
+    check_late_refusal,
+    check_lists,
     count_parameters,
     cpp_parameter,
     kinds_of,
+    refuse_scalars_alone,
     require_function,
+    require_no_result,
+    require_scratch,
+    require_verdict,
 )
 from foo_ops.library.operators import (
     Parameter,
     describe,
     find,
+    have_sizes,
     parameters_of,
+    remember_values,
     short_name,
     tensors_in,
     with_choices,
 )
-from foo_ops.library.refusals_of_kernels import (
-    check_late_refusal,
-    check_lists,
-    refuse_scalars_alone,
-    require_no_result,
-    require_scratch,
-    require_verdict,
+from foo_ops.library.rules import (
+    REST,
+    WHOLE,
+    ShardingRule,
+    VmapRule,
+    in_first_place,
+    in_front,
+    make_loop,
+    make_loop_in_place,
+    make_random_loop,
+    make_uniform_rule,
+    meta_element,
 )
-from foo_ops.library.sharding import make_tile_sharding
-from foo_ops.library.symbols import have_sizes
-from foo_ops.library.vmap import make_row_reader, make_tile_rule
 
 # ------------------------------------------------------------------------------------- fake kernels
 
@@ -166,97 +175,12 @@ def _twin(operator: OpOverload, parameters: Sequence[Parameter]) -> OpOverload |
     return twin if is_twin else None
 
 
-# --------------------------------------------------------------------------- checks of fake kernels
-
-# Let the fake kernels of tile kernels refuse the arguments that the launcher refuses.
-#
-# These are strings, numbers and lists, and written tensors that share memory with others. Fake
-# tensors show sharing within one storage only: that two storages share memory, such as two NumPy
-# arrays, shows only in addresses, and fake tensors have none.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """The parameters of an operator that has a tile kernel."""
-
-    name: str
-    parameters: Sequence[Parameter]
-    cpp_parameters: Sequence[Any]
-
-    def calling(
-        self, fake: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the fake kernel, with checks in the order of the launcher."""
-        given = {p.name: value for p, value in zip(self.parameters, args)} | kwargs
-        values = [given.get(p.name) for p in self.parameters]
-        _C.check_tile_values(self.name, self.cpp_parameters, values)
-        results = fake(*args, **kwargs)
-        if any(p.role != "read" for p in self.parameters):
-            _C.check_written_memory(self.name, self.cpp_parameters, values)
-        return results
-
-
-# By operator, then by the kernel's dispatch key.
-_values: dict[str, dict[str, _Values]] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Remembered:
-    """An entry of `_values`, which ends with the kernel's registration."""
-
-    name: str
-    key: str
-    values: _Values
-
-    def destroy(self) -> None:
-        if _values[self.name].get(self.key) is self.values:
-            del _values[self.name][self.key]
-
-
-def remember_values(
-    operator: OpOverload,
-    key: str,
-    parameters: Sequence[Parameter],
-    cpp_parameters: Sequence[Any],
-) -> Remembered:
-    """Remember the parameters of an operator's kernel, for checks in its fake kernel."""
-    values = _Values(short_name(operator), parameters, cpp_parameters)
-    _values.setdefault(operator.name(), {})[key] = values
-    return Remembered(operator.name(), key, values)
-
-
-def _values_of(name: str, arguments: Any) -> _Values | None:
-    """Return the parameters of the tile kernel that would be called; on meta, those of any."""
-    kernels = _values.get(name)
-    if not kernels:
-        return None
-    types = (tensor.device.type for tensor in tensors_in(arguments))
-    key = key_for_device(next(types, "meta"))
-    return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)
-
-
-def has_values(schema: FunctionSchema) -> bool:
-    """Return whether a schema has arguments that may need checks."""
-    types = [str(argument.real_type) for argument in schema.arguments]
-    return schema.is_mutable or any(
-        word in type_ for type_ in types for word in ("str", "number", "List[")
-    )
-
-
-def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the fake kernel, with checks of its arguments if the kernel is a tile kernel."""
-
-    @functools.wraps(fake)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        values = _values_of(name, (args, kwargs))
-        return fake(*args, **kwargs) if values is None else values.calling(fake, args, kwargs)
-
-    return checked
-
-
 # ------------------------------------------------------------------------------------------ kernels
 
 # Make kernels over views of whole tensors, tile by tile.
+
+
+_MAKER = Maker("foo_ops.kernels.user.tile", "make_tile_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +232,7 @@ class TileKernel(NumbaKernel):
             self.refuses_late,
         )
         functions = (self.function, *others.values())
-        kernel = add_source(operator, functions, TILE, *options)
+        kernel = add_source(operator, functions, _MAKER, *options)
         cpp_parameters = list(map(cpp_parameter, parameters))
         is_repeated = results > 0 and not _fresh(operator)
         checked = taken.get("check", ())
@@ -557,3 +481,183 @@ def _results(
         f"({', '.join(arguments)}), got {describe(function)}, which takes "
         f"{count_parameters(function)}"
     )
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+# How an operator uses the rows of its tensors, according to its tile kernel.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Number of dimensions of each tensor within a row; None for a tensor that is read whole.
+
+    Attributes:
+        arguments: for each tensor argument, by its name in the schema.
+        results: for each result, in order.
+    """
+
+    arguments: dict[str, int | None]
+    results: Sequence[int | None]
+
+
+RowReader = Callable[[], Rows | None]
+"""Reads a kernel's source; returns None if the operator does not compute each row on its own."""
+
+
+def make_row_reader(
+    operator: OpOverload, function: Callable[..., Any] | None, names: Sequence[str]
+) -> RowReader:
+    """Make a reader of a kernel's source, which runs on first use: it is too slow for an import.
+
+    Args:
+        function: the kernel; None if its tiles are not rows.
+        names: the kernel's parameters: the operator's arguments, then the results.
+    """
+    arguments, returns = operator._schema.arguments, operator._schema.returns
+    own = {it.name: name for it, name in zip(arguments, names) if "Tensor" in str(it.type)}
+    results = list(names[len(arguments) :])
+    # The function has no parameters for results: each result is an argument that it writes.
+    results = results or [_alias(it, arguments, names) for it in returns]
+    written = [*(own[it.name] for it in arguments if it.is_write), *results]
+
+    @functools.cache
+    def read() -> Rows | None:
+        found = function and row_dimensions(function, [*own.values(), *results], written)
+        # The number of rows is that of the first tensor.
+        if not found or found[next(iter(own.values()))] != 1:
+            return None
+        of_arguments = {argument: found[name] for argument, name in own.items()}
+        return Rows(of_arguments, [found[name] for name in results])
+
+    return read
+
+
+def _alias(result: Any, arguments: Sequence[Any], names: Sequence[str]) -> str:
+    aliases = result.alias_info.before_set
+    return next(
+        name
+        for argument, name in zip(arguments, names)
+        if argument.alias_info is not None and argument.alias_info.before_set == aliases
+    )
+
+
+# --------------------------------------------------------------------------------------- torch.vmap
+
+# Map tile kernels under torch.vmap: by their rows in one call, or else by a loop.
+
+
+def make_tile_rule(
+    operator: OpOverload, parameters: Sequence[Parameter], read: RowReader
+) -> VmapRule | None:
+    """Make the rule of a tile kernel; ``f.out`` has none, like PyTorch's out variants."""
+    name, is_mutable = operator.name(), operator._schema.is_mutable
+    if any(parameter.kind == "generator" for parameter in parameters):
+        return None if is_mutable else make_random_loop(name, tuple(parameters))
+    if any(parameter.role == "out" for parameter in parameters):
+        return None
+    return make_loop_in_place(name) if is_mutable else _make_rule_of_rows(name, read)
+
+
+def _make_rule_of_rows(name: str, read: RowReader) -> VmapRule:
+    loop = make_loop(name)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any, **keywords: Any) -> Any:
+        operator, size = find(name), info.batch_size
+        rows = read() if size > 0 and not tensors_in(keywords) else None
+        more = None if rows is None else _more_rows(operator, rows, size, in_dims, inputs)
+        if more is None:
+            return loop(info, in_dims, *inputs, **keywords)
+        arguments, first = more
+        one = operator(*map(meta_element, inputs, in_dims), **keywords)
+        shapes = [_shape_of_more(result, size, first) for result in tensors_in(one)]
+        if shapes != _shapes_of(operator, arguments, keywords):
+            return loop(info, in_dims, *inputs, **keywords)
+        results = operator(*arguments, **keywords)
+        if first is not None:
+            results = pytree.tree_map_only(
+                Tensor, lambda result: result.unflatten(0, (size, first)), results
+            )
+        return results, in_first_place(results)
+
+    return vmap
+
+
+def _more_rows(
+    operator: OpOverload,
+    rows: Rows,
+    size: int,
+    in_dims: Sequence[Any],
+    inputs: Sequence[Any],
+) -> tuple[list[Any], int | None] | None:
+    """Merge the mapped dimension into the first dimension of rows; return the inputs and its size.
+
+    Tensors thus keep their number of dimensions, on which kernels and fake kernels may depend; a
+    tensor of a single row gets one more. Returns None if another tensor is mapped, or if rows would
+    be broadcast.
+    """
+    names = [argument.name for argument in operator._schema.arguments]
+    more, before = list(inputs), set()
+    for place, (name, tensor, in_dim) in enumerate(zip(names, inputs, in_dims)):
+        inner = rows.arguments.get(name)
+        if inner is not None and isinstance(tensor, Tensor):
+            moved = in_front(tensor, in_dim, size)
+            before.add(moved.shape[1 : moved.dim() - inner])
+            more[place] = moved.flatten(0, 1) if moved.dim() - inner > 1 else moved
+        elif in_dim is not None:
+            return None
+    if len(before) != 1:
+        return None
+    (shape,) = before
+    return more, shape[0] if len(shape) > 0 else None
+
+
+def _shape_of_more(result: Tensor, size: int, first: int | None) -> list[int] | None:
+    """Return a result's shape with the merged rows; None if it has no dimension of rows."""
+    if first is None:
+        return [size, *result.shape]
+    if result.dim() == 0 or result.shape[0] != first:
+        return None
+    return [size * first, *result.shape[1:]]
+
+
+def _shapes_of(
+    operator: OpOverload, arguments: Sequence[Any], keywords: dict[str, Any]
+) -> list[list[int]] | None:
+    """Return the shapes of the results; None if the fake kernel refuses this many rows."""
+    arguments = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), arguments)
+    try:
+        return [list(result.shape) for result in tensors_in(operator(*arguments, **keywords))]
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------ DTensor
+
+# Shard the rows of tile kernels that compute each row on its own.
+
+
+def make_tile_sharding(operator: OpOverload, read: RowReader) -> ShardingRule:
+    """Make the rule of a tile kernel: by its rows, or else on whole tensors."""
+    whole = make_uniform_rule(operator, WHOLE)
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def rule(*inputs: Any, **keywords: Any) -> str:
+        rows = read()
+        if rows is None:
+            return whole()
+        shapes = []
+        for argument, tensor in (dict(zip(names, inputs)) | keywords).items():
+            count = rows.arguments.get(argument)
+            if count is not None and tensor is not None:
+                shapes.append(tensor.shape[: len(tensor.shape) - count])
+        if any(shape != shapes[0] for shape in shapes):
+            return whole()
+        before = ", ".join(map(_all_but_inner, rows.arguments.values()))
+        return f"{before} -> {', '.join(map(_all_but_inner, rows.results))}"
+
+    return rule
+
+
+def _all_but_inner(inner: int | None) -> str:
+    return WHOLE if inner is None else " ".join([REST, *[WHOLE] * inner])

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from foo_ops.compat import is_functorch_wrapped_tensor, len_dispatch_stack
-from foo_ops.library.operators import FLOATING, dtype_name
-from foo_ops.library.symbols import Sizes, have_sizes
+from foo_ops.library.operators import FLOATING, Sizes, dtype_name, have_sizes
 
 
 def require_int64(operator: str, **tensors: Tensor) -> None:

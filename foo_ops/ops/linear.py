@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foo_ops import _C, library
-from foo_ops.library.autocast import cast_as_autocast
+from foo_ops.library.rules import cast_as_autocast
 from foo_ops.ops.silu_mul import silu_mul
 
 # -------------------------------------------------------------- foo::linear, foo::linear_activation

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.compat import is_fake
-from foo_ops.library.operators import FLOATING, dtype_name
-from foo_ops.library.symbols import Condition, either, holds
+from foo_ops.library.operators import FLOATING, Condition, dtype_name, either, holds
 from foo_ops.ops.arguments import require_device, require_like
 from foo_ops.ops.linear import linear, product_flops
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import language, library
-from foo_ops.library.symbols import either, holds
+from foo_ops.library.operators import either, holds
 from foo_ops.ops.arguments import (
     compute_type,
     require_compute_type,

@@ -18,7 +18,7 @@
 #include "device/device.h"
 #include "device/hooks.h"
 #include "device/pinned_memory.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 #include "threads.h"
 
 namespace foo::test {

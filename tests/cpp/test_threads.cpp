@@ -19,7 +19,7 @@
 #include "device/generator.h"
 #include "device/pinned_memory.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 #include "threads.h"
 
 namespace foo::test {

@@ -8,7 +8,7 @@ from support.processes import python
 
 from foo_ops import library
 from foo_ops.library.operators import find
-from foo_ops.library.sharding import RULES, named_dimensions
+from foo_ops.library.rules import RULES, named_dimensions
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from foo_ops.kernels.linear import product as linear
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.simd import memory
 from foo_ops.kernels.simd.types import ELEMENTS, Pointer
-from foo_ops.kernels.user import codes, elementwise, tile
-from foo_ops.ops.attention.options import AttentionOptions
+from foo_ops.kernels.user import elementwise, tile
+from foo_ops.ops.attention.formula import AttentionOptions
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")
@@ -290,8 +290,8 @@ def test_constants():
         "kRunTiles": tile.RUN_TILES,
         "kFinishTiles": tile.FINISH_TILES,
         "kRefused": tile.REFUSED,
-        "kAbsentCode": codes.ABSENT,
-        "kGivenCode": codes.GIVEN,
+        "kAbsentCode": arguments.ABSENT,
+        "kGivenCode": arguments.GIVEN,
         "kCheckedCode": kernel.CHECKED,
         "kElement": memory.OF_ELEMENT,
         "kRow": memory.OF_ROW,

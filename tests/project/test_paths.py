@@ -58,7 +58,7 @@ def test_paths_exist(name):
     ("name", "source"),
     [
         ("foo_ops/a.py", '"""See foo_ops/ops/no.py and foo_ops/ops/abs.py."""\nx = "a/b.py"'),
-        ("foo_ops/a.py", "# (see csrc/launch/layout.h; foo_ops/ops/no.py)\n"),
+        ("foo_ops/a.py", "# (see csrc/launch/kernel_table.h; foo_ops/ops/no.py)\n"),
         ("foo_ops/csrc/a.cpp", '#include "no/no.h"\n// As foo_ops/ops/no.py has it.'),
         ("docs/a.md", "[abs](../foo_ops/ops/abs.py) and `foo_ops/ops/no.py`"),
     ],

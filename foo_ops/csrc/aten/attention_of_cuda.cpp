@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "aten/attention_operators.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 

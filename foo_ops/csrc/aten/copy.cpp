@@ -11,7 +11,7 @@
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/stream.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

@@ -16,7 +16,6 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/stream.h"
-#include "launch/operator_counts.h"
 #include "launch/registration.h"
 
 namespace foo::aten {

@@ -13,7 +13,7 @@
 #include "device/device.h"
 #include "device/guard.h"
 #include "device/ownership.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::aten {
 namespace {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "aten/fallback.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

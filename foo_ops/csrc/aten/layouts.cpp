@@ -12,7 +12,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "device/guard.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

@@ -15,7 +15,7 @@
 #include "aten/aten.h"
 #include "aten/fallback.h"
 #include "aten/operator_kinds.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

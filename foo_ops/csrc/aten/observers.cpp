@@ -12,8 +12,8 @@
 #include "aten/operator_kinds.h"
 #include "device/device.h"
 #include "device/stream.h"
-#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 #include "launch/registration.h"
 
 namespace foo::aten {

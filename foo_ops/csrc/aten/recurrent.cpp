@@ -24,8 +24,7 @@
 #include "aten/host_call.h"
 #include "aten/operator_kinds.h"
 #include "device/device.h"
-#include "launch/below_autograd.h"
-#include "launch/operator_counts.h"
+#include "launch/autograd.h"
 #include "launch/registration.h"
 
 namespace foo::aten {

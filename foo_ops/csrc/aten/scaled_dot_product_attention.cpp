@@ -14,8 +14,7 @@
 #include <tuple>
 
 #include "aten/attention_operators.h"
-#include "launch/below_autograd.h"
-#include "launch/operator_counts.h"
+#include "launch/autograd.h"
 #include "launch/registration.h"
 #include "launch/symbols.h"
 

@@ -19,7 +19,7 @@
 #include "device/device.h"
 #include "device/guard.h"
 #include "device/observer.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

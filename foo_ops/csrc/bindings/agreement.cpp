@@ -11,9 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "launch/kernel_table.h"
-#include "launch/layout.h"
-#include "ops/attention/checks.h"
-#include "ops/attention/parameters.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/programs.h"
 #include "ops/elementwise.h"
 #include "ops/experts/rows.h"

@@ -8,7 +8,7 @@
 #include "launch/parameter.h"
 #include "launch/registration.h"
 #include "launch/symbols.h"
-#include "ops/attention/checks.h"
+#include "ops/attention/arguments.h"
 #include "ops/experts/experts.h"
 #include "ops/experts/groups.h"
 #include "ops/linear/cross_entropy.h"

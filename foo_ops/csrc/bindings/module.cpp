@@ -20,7 +20,6 @@
 #include "device/host_allocator.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "launch/gradients.h"
+#include "launch/autograd.h"
 #include "launch/parameter.h"
 
 namespace foo {

@@ -4,7 +4,7 @@
 #include "device/device_memory.h"
 #include "device/observer.h"
 #include "device/ownership.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "launch/fork_mutex.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::device {
 namespace {

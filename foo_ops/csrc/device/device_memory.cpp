@@ -19,8 +19,8 @@
 #include "device/heap.h"
 #include "device/protection.h"
 #include "device/stream.h"
-#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 

@@ -16,7 +16,7 @@
 
 #include "device/heap.h"
 #include "launch/fork_mutex.h"
-#include "launch/huge_pages.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 

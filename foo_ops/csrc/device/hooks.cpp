@@ -14,7 +14,7 @@
 #include "device/heap.h"
 #include "device/observer.h"
 #include "device/pinned_memory.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 

@@ -12,7 +12,7 @@
 #include "device/device.h"
 #include "device/heap.h"
 #include "device/ownership.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 namespace {

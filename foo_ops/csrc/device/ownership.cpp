@@ -11,7 +11,7 @@
 #include "device/device_memory.h"
 #include "device/heap.h"
 #include "device/observer.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 namespace {

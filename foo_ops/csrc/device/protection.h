@@ -10,8 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 
 namespace foo::device {
 

@@ -21,8 +21,8 @@
 #include "device/guard.h"
 #include "device/ownership.h"
 #include "device/pinned_memory.h"
-#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 
 namespace foo::graphs {
 

@@ -13,7 +13,7 @@
 #include "device/device_memory.h"
 #include "device/stream.h"
 #include "graphs/recorder.h"
-#include "launch/device_access.h"
+#include "launch/memory.h"
 
 namespace foo::graphs {
 namespace {

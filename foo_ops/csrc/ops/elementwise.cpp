@@ -12,9 +12,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "launch/huge_pages.h"
-#include "launch/operator_counts.h"
+#include "launch/memory.h"
 #include "launch/overlap.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/values.h"
 #include "ops/view.h"

@@ -14,10 +14,9 @@
 #include <mutex>
 #include <optional>
 
-#include "launch/huge_pages.h"
-#include "launch/operator_counts.h"
+#include "launch/memory.h"
 #include "launch/overlap.h"
-#include "launch/read_once.h"
+#include "launch/registration.h"
 #include "ops/result_layouts.h"
 #include "ops/values.h"
 #include "ops/view.h"

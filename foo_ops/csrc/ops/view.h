@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "launch/layout.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 

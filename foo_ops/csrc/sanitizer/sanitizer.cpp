@@ -16,8 +16,8 @@
 #include "device/ownership.h"
 #include "device/protection.h"
 #include "device/stream.h"
-#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 #include "sanitizer/operator_uses.h"
 
 namespace foo::sanitizer {

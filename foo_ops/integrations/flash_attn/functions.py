@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foo_ops import library
 from foo_ops.library.operators import dtype_name
-from foo_ops.ops.attention.options import given_options
+from foo_ops.ops.attention.formula import given_options
 from foo_ops.ops.attention.varlen import check_inputs
 from foo_ops.ops.cache_append import INDICES
 

@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_tracing
 
 from foo_ops.integrations.transformers.cache import Integers
 from foo_ops.integrations.transformers.replacement import has_numbers
-from foo_ops.ops.attention.options import given_options
+from foo_ops.ops.attention.formula import given_options
 from foo_ops.ops.flex_attention.dense import flex_attention
 
 # --------------------------------------------------------------------------- foo::attention, sparse

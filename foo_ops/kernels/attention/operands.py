@@ -39,7 +39,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 # Launchers pass the kernels parameters and a work item (`piece`).
 
 
-# Also in foo_ops/csrc/ops/attention/parameters.h; tests/project/test_agreement.py compares them.
+# Also in foo_ops/csrc/ops/attention/arguments.h; tests/project/test_agreement.py compares them.
 QUERY_BLOCK = 1024
 
 KEY_BLOCK = 128
@@ -122,7 +122,7 @@ def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...
 
 
 def _parameters(dtype: str, cache_dtype: str) -> Struct:
-    """The struct Parameters of foo_ops/csrc/ops/attention/parameters.h.
+    """The struct Parameters of foo_ops/csrc/ops/attention/arguments.h.
 
     An operand is a pointer and its strides, in elements, for batch, head, row and column. grad_key
     and grad_value are sums in the compute dtype, which a final kernel rounds.

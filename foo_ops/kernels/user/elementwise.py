@@ -9,7 +9,9 @@ from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import CHECKED, Kernel
 from foo_ops.kernels.lang.arguments import (
+    ABSENT,
     Argument,
+    code_of,
     make_element_reader,
     make_pair_reader,
     make_picker,
@@ -19,9 +21,9 @@ from foo_ops.kernels.lang.arguments import (
     store_each,
     store_pair,
     take,
+    type_of_value,
 )
 from foo_ops.kernels.simd.types import ELEMENTS
-from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 
 # char** data, int64_t* strides, int64_t size0, int64_t size1: TensorIterator's 2-d loop; and
 # int64_t* for all other arguments. Data and strides are in the order outputs, inputs; strides are
@@ -45,9 +47,9 @@ def make_elementwise_kernel(
     """Make the kernel that applies a scalar function to every element.
 
     Args:
-        signature: the inputs' common dtype, then the codes of the arguments (see codes.py); at the
-            end "checked" if indices of lists are checked.
-        kinds: the kind of each argument of the function, see codes.py.
+        signature: the inputs' common dtype, then the codes of the arguments; at the end "checked"
+            if indices of lists are checked. kernels/lang/arguments.py has the codes and the kinds.
+        kinds: the kind of each argument of the function.
         variants: for each common dtype the position of its function, the dtype in which elements
             are read, and the dtypes in which the outputs are written.
         depends_on: for each output, the argument without which it is missing, or -1; empty if no

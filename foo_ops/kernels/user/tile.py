@@ -8,10 +8,15 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import CHECKED, Kernel, size_name
-from foo_ops.kernels.lang.arguments import Tensors, make_argument_reader
+from foo_ops.kernels.lang.arguments import (
+    ABSENT,
+    Tensors,
+    code_of,
+    make_argument_reader,
+    type_of_value,
+)
 from foo_ops.kernels.lang.views import View
 from foo_ops.kernels.simd.types import ELEMENTS
-from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 
 # const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin, int64_t end: see
 # csrc/ops/tile.h.
@@ -44,9 +49,9 @@ def make_tile_kernel(
 
     Args:
         signature: a dtype with a number of dimensions for each tensor, and the codes of other
-            arguments (see codes.py); at the end "checked" if accesses are checked.
-        kinds: the kind of each argument, see codes.py; at the end "scratch" for each view of
-            scratch memory.
+            arguments; at the end "checked" if accesses are checked. kernels/lang/arguments.py has
+            the codes and the kinds.
+        kinds: the kind of each argument; at the end "scratch" for each view of scratch memory.
         names: the names of the function's arguments.
         contiguous_rows: the elements of a row are adjacent.
         taken: the name of each of the other functions, and the arguments that it takes.

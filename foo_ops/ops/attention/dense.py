@@ -9,16 +9,25 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.library.symbols import is_known
+from foo_ops.library.operators import is_known
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
-from foo_ops.ops.attention.dtensor import draw_numbers, register_heads, register_rule
-from foo_ops.ops.attention.options import DEFAULTS, AttentionOptions, given_options, schema
-from foo_ops.ops.attention.vmap import (
+from foo_ops.ops.attention.formula import (
+    DEFAULTS,
+    AttentionOptions,
+    composite,
+    composite_gradients,
+    given_options,
+    make_dropout_mask,
+    schema,
+)
+from foo_ops.ops.attention.rules import (
     FUSED,
+    draw_numbers,
     make_forward_rule,
     padded,
+    register_heads,
+    register_rule,
     vmap_backward,
     vmap_fused,
     vmap_fused_backward,

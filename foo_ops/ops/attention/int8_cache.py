@@ -10,7 +10,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention.dense import OUTPUTS, product_flops
-from foo_ops.ops.attention.options import PACKED, given_options, schema
+from foo_ops.ops.attention.formula import PACKED, given_options, schema
 
 NAME = "attention_int8_cache"
 # All but dropout's.

@@ -14,10 +14,21 @@ from foo_ops.compat import FakeTensor
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention.dense import NUMBERS, OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
-from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
-from foo_ops.ops.attention.dtensor import register_heads
-from foo_ops.ops.attention.options import PACKED, AttentionOptions, given_options, schema
-from foo_ops.ops.attention.vmap import make_packed_forward_rule, padded, vmap_packed_backward
+from foo_ops.ops.attention.formula import (
+    PACKED,
+    AttentionOptions,
+    composite,
+    composite_gradients,
+    given_options,
+    make_dropout_mask,
+    schema,
+)
+from foo_ops.ops.attention.rules import (
+    make_packed_forward_rule,
+    padded,
+    register_heads,
+    vmap_packed_backward,
+)
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (

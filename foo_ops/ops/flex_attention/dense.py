@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.library.symbols import is_known
+from foo_ops.library.operators import is_known
 from foo_ops.ops.attention.dense import empty_results, product_flops
 from foo_ops.ops.flex_attention.cache import traced
 from foo_ops.ops.flex_attention.derivatives import composite, register_gradients

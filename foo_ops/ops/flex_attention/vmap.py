@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foo_ops import library
 from foo_ops.compat import pytree
-from foo_ops.ops.attention.vmap import Fold, shape_of
+from foo_ops.ops.attention.rules import Fold, shape_of
 
 Dims = tuple[Any, ...]
 

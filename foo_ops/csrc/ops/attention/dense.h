@@ -4,8 +4,7 @@
 
 #include <vector>
 
-#include "ops/attention/checks.h"
-#include "ops/attention/parameters.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/plan.h"
 
 namespace foo {

@@ -8,15 +8,14 @@
 #include <utility>
 #include <vector>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
-#include "ops/attention/backward.h"
-#include "ops/attention/checks.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/dense.h"
+#include "ops/attention/passes.h"
 #include "ops/attention/programs.h"
-#include "ops/attention/run.h"
 #include "ops/attention/varlen.h"
 
 namespace foo {

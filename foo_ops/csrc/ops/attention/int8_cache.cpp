@@ -7,13 +7,12 @@
 #include <tuple>
 #include <vector>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
-#include "launch/read_once.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
-#include "ops/attention/checks.h"
-#include "ops/attention/run.h"
+#include "ops/attention/arguments.h"
+#include "ops/attention/passes.h"
 
 namespace foo {
 

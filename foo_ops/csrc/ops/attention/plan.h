@@ -5,8 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "ops/attention/checks.h"
-#include "ops/attention/parameters.h"
+#include "ops/attention/arguments.h"
 
 namespace foo {
 

@@ -12,8 +12,8 @@
 
 #include "launch/fork_mutex.h"
 #include "launch/kernel_table.h"
-#include "launch/read_once.h"
-#include "ops/attention/backward.h"
+#include "launch/memory.h"
+#include "ops/attention/passes.h"
 #include "ops/attention/plan.h"
 
 namespace foo {

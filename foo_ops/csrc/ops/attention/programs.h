@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "ops/attention/parameters.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/plan.h"
 
 namespace foo {

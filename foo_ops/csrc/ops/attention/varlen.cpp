@@ -11,14 +11,11 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "launch/device_access.h"
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
-#include "launch/read_once.h"
-#include "ops/attention/backward.h"
-#include "ops/attention/checks.h"
-#include "ops/attention/run.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
+#include "ops/attention/arguments.h"
+#include "ops/attention/passes.h"
 
 namespace foo {
 

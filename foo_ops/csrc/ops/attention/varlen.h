@@ -7,8 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/attention/checks.h"
-#include "ops/attention/parameters.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/plan.h"
 
 namespace foo {

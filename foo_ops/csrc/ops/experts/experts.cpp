@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/experts/groups.h"
 #include "ops/experts/rows.h"

@@ -9,10 +9,9 @@
 #include <cstring>
 #include <tuple>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
-#include "launch/read_once.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/linear/linear.h"
 

@@ -10,10 +10,9 @@
 #include <memory>
 #include <string>
 
-#include "launch/huge_pages.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
-#include "launch/read_once.h"
+#include "launch/memory.h"
 
 namespace foo {
 

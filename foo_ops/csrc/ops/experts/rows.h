@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "launch/layout.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 

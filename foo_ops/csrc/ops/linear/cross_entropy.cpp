@@ -11,11 +11,10 @@
 #include <limits>
 #include <tuple>
 
-#include "launch/huge_pages.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
-#include "launch/read_once.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/product.h"

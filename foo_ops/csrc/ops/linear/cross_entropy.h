@@ -9,7 +9,7 @@
 #include <tuple>
 #include <utility>
 
-#include "launch/layout.h"
+#include "launch/kernel_table.h"
 #include "ops/linear/product.h"
 
 namespace foo {

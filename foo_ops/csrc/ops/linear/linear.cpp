@@ -10,9 +10,9 @@
 #include <tuple>
 #include <utility>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
+#include "launch/memory.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/linear/product.h"
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "launch/huge_pages.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
+#include "launch/memory.h"
 #include "ops/linear/torch_product.h"
 
 namespace foo {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "launch/jobs.h"
-#include "launch/layout.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 

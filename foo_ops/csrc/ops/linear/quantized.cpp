@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "launch/kernel_table.h"
-#include "launch/operator_counts.h"
+#include "launch/registration.h"
 #include "launch/symbols.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/product.h"

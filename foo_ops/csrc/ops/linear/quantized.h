@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "launch/layout.h"
+#include "launch/kernel_table.h"
 #include "ops/linear/product.h"
 
 namespace foo {

@@ -1,4 +1,4 @@
-#include "launch/huge_pages.h"
+#include "launch/memory.h"
 
 #include <sys/mman.h>
 

@@ -1,17 +1,131 @@
-#include "ops/attention/backward.h"
+#include "ops/attention/passes.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <utility>
 
-#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "ops/attention/run.h"
+#include "launch/memory.h"
 
 namespace foo {
+
+namespace {
+
+// From here on, rounding of the logsumexp changes weights by more than 2^-16. With a mask of -1e9
+// its digits do not tell how many keys share the weight.
+constexpr double kLargeLogsumexp = 256.0;
+
+// Kernels live as long as the process: they are never destroyed.
+Kernel& forward_kernel(const Parameters& parameters) {
+  static auto* kernel = new Kernel("attention_forward");
+  static auto* without_options = new Kernel("attention_forward.without_options");
+  static auto* programs = new Kernel("attention_forward.programs");
+  if (parameters.programs != nullptr) return *programs;
+  return has_no_options(parameters) ? *without_options : *kernel;
+}
+
+Kernel& decode_kernel(const Parameters& parameters) {
+  static auto* kernel = new Kernel("attention_decode");
+  static auto* without_options = new Kernel("attention_decode.without_options");
+  static auto* int8_cache = new Kernel("attention_decode.int8_cache");
+  if (parameters.has_int8_cache) return *int8_cache;
+  return has_no_options(parameters) ? *without_options : *kernel;
+}
+
+Kernel& merge_kernel() {
+  static auto* kernel = new Kernel("attention_merge");
+  return *kernel;
+}
+
+void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
+                std::vector<Piece> pieces) {
+  if (!pieces.empty()) {
+    sort_by_work(pieces);
+    run_jobs(parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
+             [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
+  }
+}
+
+template <class Number>
+bool has_large_logsumexp(const Parameters& parameters, const Piece& block) {
+  const Operand& logsumexp = parameters.logsumexp;
+  const auto* const first = static_cast<const Number*>(logsumexp.data) +
+                            block.batch * logsumexp.strides[0] +
+                            (block.query_offset + block.query_start) * logsumexp.strides[2];
+  for (int64_t head = block.head; head < block.head + block.heads; ++head) {
+    for (int64_t row = 0; row < block.query_count; ++row) {
+      const auto value = first[head * logsumexp.strides[1] + row * logsumexp.strides[2]];
+      if (std::isfinite(value) && std::abs(value) > kLargeLogsumexp) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+void PartialResults::allocate(Parameters& parameters, int64_t key_splits, int64_t slots,
+                              int64_t rows, at::ScalarType type) {
+  const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
+  output_ = at::empty({key_splits, slots, rows, round_up_to_vector(parameters.value_dim)}, of_type);
+  largest_ = at::empty({key_splits, slots, rows}, of_type);
+  total_ = at::empty({key_splits, slots, rows}, of_type);
+  parameters.partial_output = Operand(output_);
+  parameters.partial_largest = Operand(largest_);
+  parameters.partial_total = Operand(total_);
+}
+
+void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
+                        const at::Tensor& query) {
+  const auto type = compute_type(query);
+  const auto is_large =
+      type == at::kDouble ? &has_large_logsumexp<double> : &has_large_logsumexp<float>;
+  std::vector<Piece> pieces;
+  int64_t rows = 0;
+  for (Piece& block : blocks) {
+    if (is_large(parameters, block)) {
+      block.statistics = static_cast<int64_t>(pieces.size());
+      rows = std::max(rows, rows_of(block));
+      pieces.push_back(block);
+      pieces.back().slot = block.statistics;
+    }
+  }
+  if (!pieces.empty()) {
+    results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
+    auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
+    run_pieces(parameters, kernel, std::move(pieces));
+  }
+}
+
+void run_forward(Parameters& parameters, const at::Tensor& query,
+                 const std::vector<Sequence>& sequences, const AttentionOptions& options) {
+  const auto dtype = query.scalar_type();
+  ForwardPlan plan =
+      plan_forward(parameters, sequences, options, MaskBounds::of(parameters, dtype, options));
+  PartialResults partial;
+  if (!plan.split_blocks.empty()) {
+    partial.allocate(parameters, plan.key_splits, static_cast<int64_t>(plan.split_blocks.size()),
+                     plan.rows, compute_type(query));
+  }
+  if (!plan.few_queries.empty()) {
+    run_pieces(parameters, decode_kernel(parameters).get<AttentionFunction>(dtype),
+               std::move(plan.few_queries));
+  }
+  if (!plan.pieces.empty()) {
+    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype),
+               std::move(plan.pieces));
+  }
+  if (!plan.split_blocks.empty()) {
+    run_pieces(parameters, merge_kernel().get<AttentionFunction>(dtype),
+               std::move(plan.split_blocks));
+  }
+}
 
 namespace {
 

@@ -1,0 +1,85 @@
+// Memory of a call: who may use the device's, huge pages for results, and snapshots of numbers.
+
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+
+namespace foo {
+
+// Tracks who may use memory of the device. For the sanitizer, which protects the memory from all
+// others; without a listener each place costs one load.
+class AccessListener {
+ public:
+  virtual ~AccessListener() = default;
+
+  virtual void begin_access() = 0;
+  virtual void end_access() = 0;
+  // Returns whether memory is open. It is opened if an access is under way.
+  virtual bool open_for_access(const void* address) = 0;
+};
+
+inline std::atomic<AccessListener*> access_listener = nullptr;
+
+// While an instance lives, all threads may use memory of the device. Operators on foo have one
+// around their kernels.
+class DeviceAccess {
+ public:
+  DeviceAccess() : listener_(access_listener.load(std::memory_order_acquire)) {
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->begin_access();
+  }
+  // Opens memory that is certain to be used, since a fault takes longer.
+  explicit DeviceAccess(const void* address) : DeviceAccess() {
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->open_for_access(address);
+  }
+  ~DeviceAccess() {
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->end_access();
+  }
+  DeviceAccess(const DeviceAccess&) = delete;
+  DeviceAccess& operator=(const DeviceAccess&) = delete;
+
+ private:
+  AccessListener* listener_;
+};
+
+// The first write to new memory costs more than the work on it: the system clears the memory page
+// by page, and the first touch of each page is a fault.
+
+// Bytes of a huge page.
+inline constexpr size_t kHugePage = size_t{2} << 20;
+
+// Requests huge pages for the memory of a result that nobody has written yet, and returns it.
+// Memory that PyTorch reuses keeps its pages, and foo's allocator has huge ones.
+//
+// With this, abs of float32 into a new result of 32 and 128 MB took 0.36 and 0.22 of the time, on a
+// Zen 3 under a hypervisor.
+at::Tensor in_huge_pages(at::Tensor result);
+
+// Returns a new, uninitialized tensor, for a result or as scratch memory.
+inline at::Tensor new_tensor(c10::IntArrayRef sizes, const at::TensorOptions& options) {
+  return in_huge_pages(at::empty(sizes, options));
+}
+
+// Snapshots of numbers, such as indices, that are checked before they are used.
+
+// Copies a tensor's elements to contiguous host memory of the call: another thread that writes to
+// the tensor cannot change them between a check and its use.
+inline at::Tensor read_once(const at::Tensor& tensor) {
+  // Copies already.
+  if (!tensor.is_contiguous()) return tensor.contiguous();
+  const at::Tensor copy = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type());
+  if (tensor.numel() > 0) {
+    std::memcpy(copy.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+  }
+  return copy;
+}
+
+}  // namespace foo
