@@ -79,9 +79,9 @@ ERRORS = [
     ("down", torch.ones(EXPERTS + 1, DEPTH, COLUMNS), ValueError,
      "down must have 3 matrices as gate_up has, got 4"),
     ("down", torch.ones(EXPERTS, DEPTH, COLUMNS + 1), ValueError,
-     "down must have 4 columns as gate_up has gates, got 5"),
+     "down must have 4 columns, one for each two rows of gate_up, got 5"),
     ("gate_up_bias", torch.ones(EXPERTS, 7), ValueError,
-     "gate_up_bias must have 8 columns as gate_up has rows, got 7"),
+     "gate_up_bias must have 8 columns, one for each row of gate_up, got 7"),
     ("down_bias", torch.ones(DEPTH), ValueError,
      "down_bias must have 2 dimensions (E, N), got 1"),
     ("activation", "swish", ValueError,
@@ -224,7 +224,9 @@ def test_integers_need_fitting_scales(bits):
     hidden, index, ones = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     down = [it.contiguous()[None] for it in foo_ops.quantize_weight(torch.ones(32, 32), bits, size)]
     down += [None] * (bits == 8)
-    with pytest.raises(ValueError, match=r"down must have 4 columns as gate_up has gates, got 32"):
+    with pytest.raises(
+        ValueError, match=r"down must have 4 columns, one for each two rows of gate_up, got 32"
+    ):
         foo_ops.moe_experts_quantized(hidden, index, ones, *up, *down)
     up[1] = up[1][:, :7]
     with pytest.raises(ValueError, match=r"gate_up_scale must have 8 rows as gate_up has, got 7"):
@@ -260,7 +262,7 @@ def test_exponents_need_fitting_weights():
         ([3, 2], "offsets must not decrease, nor exceed the 4 rows of input, got 2 after 3"),
         ([3, 5], "offsets must not decrease, nor exceed the 4 rows of input, got 5 after 3"),
         ([-1, 2], "offsets must not decrease, nor exceed the 4 rows of input, got -1 after 0"),
-        ([1], "offsets must have 2 elements as weight has matrices, got 1"),
+        ([1], "offsets must have 2 elements, one for each matrix of weight, got 1"),
     ],
 )
 def test_offsets(offsets, message):

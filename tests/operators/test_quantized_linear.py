@@ -241,7 +241,7 @@ REFUSED = (
     (
         lambda: mxfp4_arguments(weight=zeros(4, 64, dtype=torch.uint8)),
         ValueError,
-        "linear_mxfp4: weight must have 32 columns as input has pairs of columns, got 64",
+        "linear_mxfp4: weight must have 32 columns, one for each two columns of input, got 64",
     ),
     (
         lambda: mxfp4_arguments(scale=zeros(4, 2)),
@@ -261,12 +261,12 @@ REFUSED = (
     (
         lambda: mxfp4_arguments(scale=zeros(4, 3, dtype=torch.uint8)),
         ValueError,
-        "linear_mxfp4: scale must have 2 columns as input has groups, got 3",
+        "linear_mxfp4: scale must have 2 columns, one for each group of input, got 3",
     ),
     (
         lambda: mxfp4_arguments(bias=zeros(3)),
         ValueError,
-        "linear_mxfp4: bias must have 4 elements as weight has rows, got 3",
+        "linear_mxfp4: bias must have 4 elements, one for each row of weight, got 3",
     ),
     (
         lambda: int8_arguments(input=zeros(2, 3, dtype=torch.int64)),
@@ -306,12 +306,12 @@ REFUSED = (
     (
         lambda: int8_arguments(scale=zeros(3)),
         ValueError,
-        "linear_int8: scale must have 4 elements as weight has rows, got 3",
+        "linear_int8: scale must have 4 elements, one for each row of weight, got 3",
     ),
     (
         lambda: int8_arguments(bias=zeros(3)),
         ValueError,
-        "linear_int8: bias must have 4 elements as weight has rows, got 3",
+        "linear_int8: bias must have 4 elements, one for each row of weight, got 3",
     ),
     (
         lambda: int4_arguments(group_size=16),
@@ -331,7 +331,7 @@ REFUSED = (
     (
         lambda: int4_arguments(weight=zeros(4, 64, dtype=torch.uint8)),
         ValueError,
-        "linear_int4: weight must have 32 columns as input has pairs of columns, got 64",
+        "linear_int4: weight must have 32 columns, one for each two columns of input, got 64",
     ),
     (
         lambda: int4_arguments(scale=zeros(4)),
@@ -346,7 +346,7 @@ REFUSED = (
     (
         lambda: int4_arguments(zero=zeros(4, 1)),
         ValueError,
-        "linear_int4: zero must have 2 columns as input has groups, got 1",
+        "linear_int4: zero must have 2 columns, one for each group of input, got 1",
     ),
     (
         lambda: int4_arguments(zero=zeros(4, 2, dtype=torch.uint8)),

@@ -295,8 +295,8 @@ void check_pair(const Tensor& gate_up, const Tensor& down, const c10::SymInt& co
                     gate_up.sym_size(1));
   check_count(kName, "down", "matrices", down.sym_size(0), gate_up.sym_size(0), "gate_up has");
   const c10::SymInt activated = is_gated ? gate_up.sym_size(1) / 2 : gate_up.sym_size(1);
-  check_count(kName, "down", "columns", columns, activated,
-              is_gated ? "gate_up has gates" : "gate_up has rows");
+  check_one_each(kName, "down", "columns", columns, activated,
+                 is_gated ? "two rows of gate_up" : "row of gate_up");
 }
 
 void check_biases(const Tensor& hidden, const Tensor& gate_up, const Tensor& down,
@@ -408,15 +408,15 @@ void check_moe_experts_backward(const Tensor& grad_output, const Tensor& hidden,
   check_like(name, "grad_output", grad_output, "hidden", hidden);
   check_count(name, "grad_output", "rows", grad_output.sym_size(0), hidden.sym_size(0),
               "hidden has");
-  check_count(name, "grad_output", "columns", grad_output.sym_size(1), down.sym_size(1),
-              "down has rows");
+  check_one_each(name, "grad_output", "columns", grad_output.sym_size(1), down.sym_size(1),
+                 "row of down");
   if (projected.has_value()) {
     check_dimensions(name, "projected", *projected, 2, "(T top_k, 2 N)");
     check_like(name, "projected", *projected, "hidden", hidden);
-    check_count(name, "projected", "rows", projected->sym_size(0),
-                expert_index.sym_size(0) * expert_index.sym_size(1), "expert_index has elements");
-    check_count(name, "projected", "columns", projected->sym_size(1), gate_up.sym_size(1),
-                "gate_up has rows");
+    check_one_each(name, "projected", "rows", projected->sym_size(0),
+                   expert_index.sym_size(0) * expert_index.sym_size(1), "element of expert_index");
+    check_one_each(name, "projected", "columns", projected->sym_size(1), gate_up.sym_size(1),
+                   "row of gate_up");
   }
 }
 

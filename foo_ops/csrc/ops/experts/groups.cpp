@@ -201,11 +201,10 @@ at::Tensor make_grad_matrices(const at::Tensor& matrices) {
 void check_group_bias(const char* name, const char* argument, const at::Tensor& bias,
                       const char* of, const at::Tensor& matrices) {
   check_dimensions(name, argument, bias, 2, "(E, N)");
-  const std::string has = std::string(of) + " has";
-  check_count(name, argument, "rows", bias.sym_size(0), matrices.sym_size(0),
-              (has + " matrices").c_str());
-  check_count(name, argument, "columns", bias.sym_size(1), matrices.sym_size(1),
-              (has + " rows").c_str());
+  check_one_each(name, argument, "rows", bias.sym_size(0), matrices.sym_size(0),
+                 (std::string("matrix of ") + of).c_str());
+  check_one_each(name, argument, "columns", bias.sym_size(1), matrices.sym_size(1),
+                 (std::string("row of ") + of).c_str());
 }
 
 namespace {
@@ -219,8 +218,8 @@ void check_offsets(const at::Tensor& input, const at::Tensor& weight, const at::
   TORCH_CHECK_TYPE(offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong,
                    kGroupedLinear, ": offsets must be int32 or int64, got ",
                    dtype_name(offsets.scalar_type()));
-  check_count(kGroupedLinear, "offsets", "elements", offsets.sym_size(0), weight.sym_size(0),
-              "weight has matrices");
+  check_one_each(kGroupedLinear, "offsets", "elements", offsets.sym_size(0), weight.sym_size(0),
+                 "matrix of weight");
 }
 
 template <class Integer>
@@ -316,8 +315,8 @@ void check_grouped_linear_backward(const at::Tensor& grad_output, const at::Tens
   check_like(kGroupedLinear, "grad_output", grad_output, "input", input);
   check_count(kGroupedLinear, "grad_output", "rows", grad_output.sym_size(0), input.sym_size(0),
               "input has");
-  check_count(kGroupedLinear, "grad_output", "columns", grad_output.sym_size(1), weight.sym_size(1),
-              "weight has rows");
+  check_one_each(kGroupedLinear, "grad_output", "columns", grad_output.sym_size(1),
+                 weight.sym_size(1), "row of weight");
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {

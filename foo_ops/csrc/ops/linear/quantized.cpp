@@ -29,15 +29,15 @@ void check_of_rows(const char* name, const char* argument, const at::Tensor& ten
                    const at::Tensor& input, const at::Tensor& weight) {
   check_dimensions(name, argument, tensor, 1, "(N)");
   check_like(name, argument, tensor, "input", input);
-  check_count(name, argument, "elements", tensor.sym_size(0), weight.sym_size(0),
-              "weight has rows");
+  check_one_each(name, argument, "elements", tensor.sym_size(0), weight.sym_size(0),
+                 "row of weight");
 }
 
 void check_group_sizes(const char* name, const char* argument, const at::Tensor& tensor,
                        const at::Tensor& input, const at::Tensor& weight, int64_t group_size) {
   check_count(name, argument, "rows", tensor.sym_size(0), weight.sym_size(0), "weight has");
-  check_count(name, argument, "columns", tensor.sym_size(1), input.sym_size(-1) / group_size,
-              "input has groups");
+  check_one_each(name, argument, "columns", tensor.sym_size(1), input.sym_size(-1) / group_size,
+                 "group of input");
 }
 
 void check_of_groups(const char* name, const char* argument, const at::Tensor& tensor,
@@ -54,8 +54,8 @@ void check_pairs(const char* name, const at::Tensor& input, const at::Tensor& we
                     ": input must have whole groups of ", group_size, " columns, got ",
                     input.sym_size(-1));
   check_weight(name, weight, at::kByte, "(N, K / 2)", input);
-  check_count(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1) / 2,
-              "input has pairs of columns");
+  check_one_each(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1) / 2,
+                 "two columns of input");
 }
 
 // Kernels need contiguous rows of weights, scales and zeros; those for few rows also of the input.
