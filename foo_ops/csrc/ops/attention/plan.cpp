@@ -282,35 +282,6 @@ std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
   return blocks;
 }
 
-// Cuts the keys of each block into ``splits``, or fewer if there are few keys. Blocks with several
-// splits get a slot each. The first splits of all blocks come first, then the second ones.
-std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
-  std::vector<int64_t> lengths;
-  int64_t slots = 0, most_splits = 1;
-  for (Piece& block : blocks) {
-    const int64_t keys = block.key_stop - block.key_start;
-    const int64_t length =
-        std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
-    lengths.push_back(length);
-    block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
-    block.slot = block.key_splits > 1 ? slots++ : -1;
-    most_splits = std::max(most_splits, block.key_splits);
-  }
-  std::vector<Piece> pieces;
-  for (int64_t split = 0; split < most_splits; ++split) {
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (split < blocks[i].key_splits) {
-        Piece piece = blocks[i];
-        piece.key_split = split;
-        piece.key_start += split * lengths[i];
-        piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
-        pieces.push_back(piece);
-      }
-    }
-  }
-  return pieces;
-}
-
 // Whether merging two blocks gives equal results, to the last bit: their panels and their tiles of
 // keys are the same, neither is for the few-queries kernel, and the second begins with a panel.
 // Their key splits have room in slots of ``slot_rows``, and the first block fills its own.
@@ -396,6 +367,33 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const AttentionOptions& options,
                                    const std::optional<MaskBounds>& bounds) {
   return cut_into_blocks_of(parameters, sequences, options, bounds, usual_block());
+}
+
+std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
+  std::vector<int64_t> lengths;
+  int64_t slots = 0, most_splits = 1;
+  for (Piece& block : blocks) {
+    const int64_t keys = block.key_stop - block.key_start;
+    const int64_t length =
+        std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
+    lengths.push_back(length);
+    block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
+    block.slot = block.key_splits > 1 ? slots++ : -1;
+    most_splits = std::max(most_splits, block.key_splits);
+  }
+  std::vector<Piece> pieces;
+  for (int64_t split = 0; split < most_splits; ++split) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (split < blocks[i].key_splits) {
+        Piece piece = blocks[i];
+        piece.key_split = split;
+        piece.key_start += split * lengths[i];
+        piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
+        pieces.push_back(piece);
+      }
+    }
+  }
+  return pieces;
 }
 
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,

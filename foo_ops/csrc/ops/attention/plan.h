@@ -70,6 +70,10 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const AttentionOptions& options,
                                    const std::optional<MaskBounds>& bounds = std::nullopt);
 
+// Cuts the keys of each block into ``splits``, or fewer if there are few keys. Blocks with several
+// splits get a slot each. The first splits of all blocks come first, then the second ones.
+std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits);
+
 // Pieces of a forward pass.
 struct ForwardPlan {
   // Pieces for the few-queries kernel, and all others.

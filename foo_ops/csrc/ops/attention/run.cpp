@@ -15,6 +15,8 @@ namespace {
 // From here on, rounding of the logsumexp changes weights by more than 2^-16. With a mask of -1e9
 // its digits do not tell how many keys share the weight.
 constexpr double kLargeLogsumexp = 256.0;
+// A thread looks at this many blocks at least: some 60 microseconds.
+constexpr int64_t kBlocksToScan = 512;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -42,8 +44,11 @@ void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
                 std::vector<Piece> pieces) {
   if (!pieces.empty()) {
     sort_by_work(pieces);
-    run_jobs(parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
-             [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
+    const auto of_pair = static_cast<double>(parameters.head_dim + parameters.value_dim);
+    run_jobs(
+        parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
+        [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); },
+        [&](int64_t job) { return static_cast<double>(work_of(pieces[job])) * of_pair; });
   }
 }
 
@@ -82,10 +87,16 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
   const auto type = compute_type(query);
   const auto is_large =
       type == at::kDouble ? &has_large_logsumexp<double> : &has_large_logsumexp<float>;
+  std::vector<char> are_large(blocks.size());
+  const auto count = static_cast<int64_t>(blocks.size());
+  at::parallel_for(0, count, kBlocksToScan, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) are_large[i] = is_large(parameters, blocks[i]);
+  });
   std::vector<Piece> pieces;
   int64_t rows = 0;
-  for (Piece& block : blocks) {
-    if (is_large(parameters, block)) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    Piece& block = blocks[i];
+    if (are_large[i]) {
       block.statistics = static_cast<int64_t>(pieces.size());
       rows = std::max(rows, rows_of(block));
       pieces.push_back(block);
