@@ -38,7 +38,10 @@ BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A call; ``tiles`` tells how many tiles of work it has, of ``tile`` multiplications each."""
+    """A call with ``tiles`` tiles of work.
+
+    ``tile`` is the multiplications of one, if jobs with the same keys add to a tile in turn, else 0.
+    """
 
     name: str
     call: Callable[[], object]
@@ -64,10 +67,11 @@ def simulate(
 ) -> Simulation:
     """Run a loop's jobs on threads of these speeds, each handed out when its thread is free.
 
-    Unless threads join chains that others have begun, each chain is one job, as it was up to
-    version 0.2.
+    Unless threads join chains that others have begun, each chain whose jobs take turns is one job,
+    as it was up to version 0.2.
     """
     costs = [list(chain) for chain in loop.costs]
+    joins_chains = joins_chains or tile == 0
     if not joins_chains:
         costs = [[sum(chain)] for chain in costs if chain]
     has_chains = loop.has_chains and joins_chains
@@ -85,7 +89,7 @@ def simulate(
         chain, position = taken if has_chains else (taken, 0)
         cost = costs[chain][position]
         end = start + cost / speeds[thread]
-        if has_chains:
+        if has_chains and tile > 0:
             for begun, speed, ended in earlier[chain]:
                 end = max(end, min(ended, begun + cost / speed) + ADDING * tile)
             earlier[chain].append((start, speeds[thread], end))
@@ -149,7 +153,7 @@ def attention(
         f"attention {'backward' if backward else 'forward'} {name}",
         backward_call if backward else forward_call,
         tiles_of(heads, queries, keys, is_causal),
-        (5 if backward else 2) * TILE * TILE * dim,
+        5 * TILE * TILE * dim if backward else 0,
     )
 
 
@@ -175,7 +179,7 @@ def varlen(lengths: Sequence[int], heads: int = 8, *, backward: bool = False) ->
         f"{dim} causal",
         backward_call if backward else forward_call,
         sum(tiles_of(heads, length, length, is_causal=True) for length in lengths),
-        (5 if backward else 2) * TILE * TILE * dim,
+        5 * TILE * TILE * dim if backward else 0,
     )
 
 
@@ -202,7 +206,7 @@ def flex(heads: int, length: int, *, backward: bool = False) -> Case:
         f"flex {'backward' if backward else 'forward'} {heads} x {length} x {dim} causal",
         call,
         tiles_of(heads, length, length, is_causal=True),
-        (5 if backward else 2) * TILE * TILE * dim,
+        5 * TILE * TILE * dim if backward else 0,
     )
 
 

@@ -34,6 +34,12 @@ void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::itera
   }
 }
 
+// Puts the blocks with most work last: they run first, so that no thread waits long at the end.
+void sort_by_work(std::vector<Piece>& blocks) {
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const Piece& a, const Piece& b) { return work_of(a) < work_of(b); });
+}
+
 }  // namespace
 
 Rows Chunk::keys() const {
@@ -70,6 +76,9 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
       job.back().blocks.push_back(*block);
     }
     begin = end;
+  }
+  for (std::vector<Chunk>& job : jobs) {
+    for (Chunk& chunk : job) sort_by_work(chunk.blocks);
   }
   return jobs;
 }
@@ -162,8 +171,9 @@ namespace {
 // With fewer key heads than this, their blocks are cut into chunks: blocks of different chunks need
 // not wait for each other. The number does not depend on the threads, so neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
-// The keys of their blocks are then split, into about this many pieces in all.
-constexpr int64_t kBackwardBlocks = 256;
+// The keys of their blocks are then split, and also if there are few blocks, into about this many
+// pieces in all. Blocks with more keys than kLeastSplit are split.
+constexpr int64_t kFewBlocks = 64, kBackwardBlocks = 256, kLeastSplit = 512;
 constexpr int64_t kRowsOfRange = 64;
 
 // Kernels live as long as the process: they are never destroyed.
@@ -359,8 +369,8 @@ int64_t address_of(TurnFunction* function) {
 }
 
 // Calls call(piece) for the block of a turn, which adds to the chunk's sums in a slot; when all
-// blocks have run, these rows of it are set. The last block goes first: under a causal mask it sees
-// the most keys. The sums begin with that block, so the slot is cleared only for the keys that it
+// blocks have run, these rows of it are set. The last block has the most work and goes
+// first. The sums begin with that block, so the slot is cleared only for the keys that it
 // does not see. A block mask may hide any key.
 template <class Call>
 void run_turn(const Chunk& chunk, Turns& turns, int64_t turn, const SumsOfKeys& sums, int64_t slot,
@@ -510,8 +520,11 @@ class QueryParts {
  public:
   // Splits the keys of the blocks, if there are few, and sets the parameters' pointer to the parts.
   QueryParts(Parameters& parameters, std::vector<Piece>& blocks, at::ScalarType type) {
-    const auto count = static_cast<int64_t>(blocks.size());
-    std::vector<Piece> pieces = split_keys(blocks, ceil_divide(kBackwardBlocks, count));
+    const int64_t most = ceil_divide(kBackwardBlocks, static_cast<int64_t>(blocks.size()));
+    std::vector<Piece> pieces = split_keys(blocks, [&](int64_t keys) {
+      const int64_t splits = std::min(most, ceil_divide(keys, kLeastSplit));
+      return part_of_keys(std::max<int64_t>(1, keys), std::max<int64_t>(1, splits));
+    });
     int64_t splits = 0, rows = 0;
     for (const Piece& block : blocks) {
       if (block.slot < 0) continue;
@@ -643,7 +656,9 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
                                 (programs != nullptr && programs->has_sums());
     std::optional<QueryParts> parts;
     // Sums of a block's rows are not split.
-    if (families < kBackwardPieces && !has_other_sums && !parameters.has_alibi_slopes &&
+    const bool has_few_blocks =
+        families < kBackwardPieces || static_cast<int64_t>(blocks.size()) < kFewBlocks;
+    if (has_few_blocks && !has_other_sums && !parameters.has_alibi_slopes &&
         !parameters.has_sinks) {
       parts.emplace(parameters, blocks, type);
     }

@@ -311,11 +311,12 @@ bool can_merge(const Parameters& parameters, const Piece& first, const Piece& se
 }
 
 std::vector<Piece> merge_pairs(const Parameters& parameters, const std::vector<Piece>& pieces,
-                               int64_t most, int64_t slot_rows) {
+                               int64_t most, double most_work, int64_t slot_rows) {
   std::vector<Piece> merged;
   bool is_single = false;
   for (const Piece& piece : pieces) {
-    is_single = is_single && can_merge(parameters, merged.back(), piece, most, slot_rows);
+    is_single = is_single && can_merge(parameters, merged.back(), piece, most, slot_rows) &&
+                static_cast<double>(work_of(merged.back()) + work_of(piece)) <= most_work;
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
@@ -337,8 +338,12 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
   const int64_t most = std::min(kQueryBlock, kBlockElements / dims);
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
+  // While one thread runs the last block, all others may wait.
+  const auto waiting = static_cast<double>(std::max<int64_t>(1, kBlocksOfThread * (threads - 1)));
+  double work = 0;
+  for (const Piece& piece : pieces) work += static_cast<double>(work_of(piece));
   while (true) {
-    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, slot_rows);
+    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, work / waiting, slot_rows);
     if (merged.size() == pieces.size() || merged.size() < enough) {
       return pieces;
     }
@@ -369,13 +374,13 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
   return cut_into_blocks_of(parameters, sequences, options, bounds, usual_block());
 }
 
-std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
+std::vector<Piece> split_keys(std::vector<Piece>& blocks,
+                              const std::function<int64_t(int64_t keys)>& length_of) {
   std::vector<int64_t> lengths;
   int64_t slots = 0, most_splits = 1;
   for (Piece& block : blocks) {
     const int64_t keys = block.key_stop - block.key_start;
-    const int64_t length =
-        std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
+    const int64_t length = length_of(keys);
     lengths.push_back(length);
     block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
     block.slot = block.key_splits > 1 ? slots++ : -1;
@@ -407,7 +412,9 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
     return plan;
   }
   const auto count = static_cast<int64_t>(blocks.size());
-  plan.pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
+  plan.pieces = split_keys(blocks, [&](int64_t keys) {
+    return std::max(kSplitLength, part_of_keys(keys, ceil_divide(kEnoughPieces, count)));
+  });
   plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.key_splits > 1; });
   for (const Piece& block : plan.split_blocks) {
     plan.key_splits = std::max(plan.key_splits, block.key_splits);
@@ -424,15 +431,17 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
   return plan;
 }
 
-void sort_by_work(std::vector<Piece>& pieces) {
+std::vector<std::vector<Piece>> shares_of(const std::vector<Piece>& pieces) {
   const int64_t threads = at::get_num_threads(), count = static_cast<int64_t>(pieces.size());
-  const auto begin = [&](int64_t thread) {
-    return pieces.begin() + ThreadShares::begin(thread, count, threads);
-  };
+  std::vector<std::vector<Piece>> shares;
   for (int64_t thread = 0; thread < threads; ++thread) {
-    std::stable_sort(begin(thread), begin(thread + 1),
+    auto& share =
+        shares.emplace_back(pieces.begin() + ThreadShares::begin(thread, count, threads),
+                            pieces.begin() + ThreadShares::begin(thread + 1, count, threads));
+    std::stable_sort(share.begin(), share.end(),
                      [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
   }
+  return shares;
 }
 
 }  // namespace foo

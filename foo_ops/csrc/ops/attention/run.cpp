@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <utility>
 
 #include "launch/kernel_table.h"
@@ -40,16 +41,26 @@ Kernel& merge_kernel() {
   return *kernel;
 }
 
+// cost(piece) is for a piece's share of the work.
+template <class Cost>
 void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
-                std::vector<Piece> pieces) {
-  if (!pieces.empty()) {
-    sort_by_work(pieces);
-    const auto of_pair = static_cast<double>(parameters.head_dim + parameters.value_dim);
-    run_jobs(
-        parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
-        [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); },
-        [&](int64_t job) { return static_cast<double>(work_of(pieces[job])) * of_pair; });
+                const std::vector<Piece>& pieces, Cost cost) {
+  if (pieces.empty()) return;
+  const std::vector<std::vector<Piece>> shares = shares_of(pieces);
+  std::vector<std::vector<double>> costs;
+  for (const std::vector<Piece>& share : shares) {
+    std::transform(share.begin(), share.end(), std::back_inserter(costs.emplace_back()), cost);
   }
+  run_chains(
+      parameters, kernel, std::move(costs), largest_of(pieces),
+      [&](const JobChains::Job& job, const auto& call) { call(shares[job.chain][job.position]); });
+}
+
+void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
+                const std::vector<Piece>& pieces) {
+  const auto of_pair = static_cast<double>(parameters.head_dim + parameters.value_dim);
+  run_pieces(parameters, kernel, pieces,
+             [&](const Piece& piece) { return static_cast<double>(work_of(piece)) * of_pair; });
 }
 
 template <class Number>
@@ -106,14 +117,14 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
   if (!pieces.empty()) {
     results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
     auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_pieces(parameters, kernel, std::move(pieces));
+    run_pieces(parameters, kernel, pieces);
   }
 }
 
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
   const auto dtype = query.scalar_type();
-  ForwardPlan plan =
+  const ForwardPlan plan =
       plan_forward(parameters, sequences, options, MaskBounds::of(parameters, dtype, options));
   PartialResults partial;
   if (!plan.split_blocks.empty()) {
@@ -122,15 +133,17 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   }
   if (!plan.few_queries.empty()) {
     run_pieces(parameters, decode_kernel(parameters).get<AttentionFunction>(dtype),
-               std::move(plan.few_queries));
+               plan.few_queries);
   }
   if (!plan.pieces.empty()) {
-    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype),
-               std::move(plan.pieces));
+    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype), plan.pieces);
   }
   if (!plan.split_blocks.empty()) {
-    run_pieces(parameters, merge_kernel().get<AttentionFunction>(dtype),
-               std::move(plan.split_blocks));
+    run_pieces(
+        parameters, merge_kernel().get<AttentionFunction>(dtype), plan.split_blocks,
+        [&](const Piece& block) {
+          return static_cast<double>(rows_of(block) * block.key_splits * parameters.value_dim);
+        });
   }
 }
 
