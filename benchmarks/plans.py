@@ -40,7 +40,7 @@ BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
 class Case:
     """A call with ``tiles`` tiles of work.
 
-    ``tile`` is the multiplications of one, if jobs with the same keys add to a tile in turn, else 0.
+    ``tile`` is the multiplications of one if jobs with the same keys add to it in turn, else 0.
     """
 
     name: str
@@ -106,9 +106,7 @@ def balance(case: Case, threads: int) -> float:
     return total / threads / sum(max(loop.work) for loop in loops)
 
 
-def efficiency(
-    case: Case, threads: int, slowest: float = 1.0, joins_chains: bool = True
-) -> float:
+def efficiency(case: Case, threads: int, slowest: float = 1.0, joins_chains: bool = True) -> float:
     """Work over what the threads could have done in the time, if one has the speed ``slowest``."""
     speeds = [slowest] + [1.0] * (threads - 1)
     loops = [simulate(loop, speeds, case.tile, joins_chains) for loop in case.plan(threads)]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from benchmarks import plans
 from benchmarks.plans import attention, flex, linear, varlen
-
 from foo_ops import _C
 
 THREADS = 16

@@ -320,8 +320,10 @@ class Turns {
     }
   }
 
-  // Waits until the blocks of all earlier turns have added to the tile of keys at `key`.
+  // Waits until the sums have been cleared, and the blocks of all earlier turns have added to the
+  // tile of keys at `key`.
   void begin(int64_t turn, int64_t key) {
+    while (turn > 0 && done_of(0) == kNothing) std::this_thread::yield();
     int64_t first = first_.load(std::memory_order_acquire);
     while (first < turn && done_of(first) == kAll) ++first;
     first_.store(first, std::memory_order_release);
@@ -331,7 +333,8 @@ class Turns {
     }
   }
 
-  // Says that a block has added to all keys before `key`.
+  // Says that a block has added to all keys before `key`. The first block clears the sums before it
+  // says so.
   void end(int64_t turn, int64_t key) { places_[turn].done.store(key, std::memory_order_release); }
 
   // Says that a block has run. Returns whether it was the last to do so.
@@ -342,10 +345,10 @@ class Turns {
   }
 
  private:
-  static constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kNothing = -1, kAll = std::numeric_limits<int64_t>::max();
 
   struct Place {
-    std::atomic<int64_t> done{0};
+    std::atomic<int64_t> done{kNothing};
     int64_t key_stop = 0;
   };
 

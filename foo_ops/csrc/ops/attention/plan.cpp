@@ -129,12 +129,13 @@ void MaskBounds::narrow(Piece& piece) const {
 
 namespace {
 
-// Keys are split if there are fewer blocks than this. The number does not depend on the threads, so
-// neither do the sums.
-constexpr int64_t kEnoughPieces = 64;
-constexpr int64_t kSplitLength = 1024;
-// Merged blocks per thread that remain, so that no thread waits long for another.
-constexpr int64_t kBlocksOfThread = 4;
+// Keys are split if there are fewer blocks than kEnoughPieces, into about kSplitPieces in all, of
+// at least this many keys. The numbers do not depend on the threads, so neither do the sums.
+constexpr int64_t kEnoughPieces = 64, kSplitPieces = 128;
+constexpr int64_t kSplitLength = 512, kSplitLengthOfFew = 1024;
+// Merged blocks per thread that remain. The largest is at most one of kPartsOfThread of the work
+// per other thread: all others may wait for the one that runs it last.
+constexpr int64_t kBlocksOfThread = 4, kPartsOfThread = 6;
 // Most elements of query and output in a merged block: a megabyte of float32, for caches of one or
 // two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
@@ -338,12 +339,11 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
   const int64_t most = std::min(kQueryBlock, kBlockElements / dims);
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
-  // While one thread runs the last block, all others may wait.
-  const auto waiting = static_cast<double>(std::max<int64_t>(1, kBlocksOfThread * (threads - 1)));
+  const auto parts = static_cast<double>(std::max<int64_t>(1, kPartsOfThread * (threads - 1)));
   double work = 0;
   for (const Piece& piece : pieces) work += static_cast<double>(work_of(piece));
   while (true) {
-    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, work / waiting, slot_rows);
+    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, work / parts, slot_rows);
     if (merged.size() == pieces.size() || merged.size() < enough) {
       return pieces;
     }
@@ -412,9 +412,11 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
     return plan;
   }
   const auto count = static_cast<int64_t>(blocks.size());
-  plan.pieces = split_keys(blocks, [&](int64_t keys) {
-    return std::max(kSplitLength, part_of_keys(keys, ceil_divide(kEnoughPieces, count)));
-  });
+  const int64_t splits = count < kEnoughPieces ? ceil_divide(kSplitPieces, count) : 1;
+  const int64_t least =
+      rows_of(largest_of(blocks)) <= kFewQueries ? kSplitLengthOfFew : kSplitLength;
+  plan.pieces =
+      split_keys(blocks, [&](int64_t keys) { return std::max(least, part_of_keys(keys, splits)); });
   plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.key_splits > 1; });
   for (const Piece& block : plan.split_blocks) {
     plan.key_splits = std::max(plan.key_splits, block.key_splits);
