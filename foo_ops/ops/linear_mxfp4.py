@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.library.operators import FLOATING, dtype_name
-from foo_ops.library.symbols import holds
+from foo_ops.library.operators import FLOATING, dtype_name, holds
 from foo_ops.ops.arguments import require_device
 from foo_ops.ops.linear import linear, product_flops
 from foo_ops.ops.linear_quantized import rows_of

@@ -230,6 +230,7 @@ def functions():
     for dtype in ("float32", "float64"):
         text = f"0 0\n\n{dtype} input score\noutput 0\n\n\n\n"
         yield "ProgramFunction", programs.make_program_kernel(dtype, text).argument_types
+    yield "TurnFunction", operands.TURN_ARGUMENTS
     for name, source in KERNELS.items():
         if name.startswith("attention_"):
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"

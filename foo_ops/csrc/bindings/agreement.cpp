@@ -63,6 +63,7 @@ Agreement agreement() {
   add_struct<Outside>(result);
   result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
                       {"ProgramFunction", Arguments<ProgramFunction>::names()},
+                      {"TurnFunction", Arguments<TurnFunction>::names()},
                       {"SumFunction", Arguments<SumFunction>::names()},
                       {"ProductFunction", Arguments<ProductFunction>::names()},
                       {"QuantizedFunction", Arguments<QuantizedFunction>::names()},

@@ -9,6 +9,9 @@ namespace foo {
 // tests/project/test_agreement.py compares them with foo_ops/kernels.
 void bind_agreement(pybind11::module_& module);
 
+// Binds plans of calls: their parallel loops, and how threads share the jobs.
+void bind_plans(pybind11::module_& module);
+
 // Binds the device's memory: statistics, blocks and pools.
 void bind_memory(pybind11::module_& module);
 

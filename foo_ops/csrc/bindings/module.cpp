@@ -283,6 +283,7 @@ void bind_operators(py::module_& module) {
     return Registration(import_at_first_call(name, c10::parseDispatchKey(key)));
   });
   foo::bind_agreement(module);
+  foo::bind_plans(module);
   bind_kernels(module);
   foo::bind_shared_checks(module);
   bind_product_table(module);

@@ -8,6 +8,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <numeric>
+#include <optional>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace foo {
@@ -109,43 +113,218 @@ class ThreadShares {
   std::vector<Next> next_;
 };
 
+// Divides chains of jobs among threads. The jobs of a chain begin in their order. Each thread first
+// does the chains of its own share, then chains that other threads have not begun, as in
+// ThreadShares; it owns these. When all chains have owners, it helps with the next job of the chain
+// where that job costs most.
+class JobChains {
+ public:
+  struct Job {
+    int64_t chain, position, owner;
+  };
+
+  // Takes the costs of each chain's jobs.
+  JobChains(std::vector<std::vector<double>> costs, int64_t threads)
+      : costs_(std::move(costs)),
+        chains_(costs_.size()),
+        unowned_(static_cast<int64_t>(costs_.size()), threads),
+        owners_(threads) {}
+
+  // Returns the next job for a thread, or nothing when all have begun.
+  std::optional<Job> take(int64_t thread) {
+    Owner& owner = owners_[thread];
+    while (owner.seeks) {
+      if (owner.chain >= 0) {
+        if (const auto job = begin_next(owner.chain)) return job;
+      }
+      owner.chain = unowned_.take(thread);
+      owner.seeks = owner.chain >= 0;
+      if (owner.seeks) chains_[owner.chain].owner = thread;
+    }
+    return help();
+  }
+
+ private:
+  // Each has a cache line of its own.
+  struct alignas(64) Chain {
+    std::atomic<size_t> next{0};
+    int64_t owner = 0;
+  };
+  struct alignas(64) Owner {
+    int64_t chain = -1;
+    bool seeks = true;
+  };
+
+  std::optional<Job> begin_next(int64_t chain) {
+    const size_t position = chains_[chain].next++;
+    if (position >= costs_[chain].size()) return std::nullopt;
+    return Job{chain, static_cast<int64_t>(position), chains_[chain].owner};
+  }
+
+  std::optional<Job> help() {
+    while (true) {
+      int64_t best = -1;
+      double most = -1;
+      bool has_waiting_owner = false;
+      for (size_t chain = 0; chain < chains_.size(); ++chain) {
+        const size_t position = chains_[chain].next;
+        if (position >= costs_[chain].size()) continue;
+        // The first job is the owner's, who is about to begin it.
+        if (position == 0) {
+          has_waiting_owner = true;
+        } else if (costs_[chain][position] > most) {
+          most = costs_[chain][position];
+          best = static_cast<int64_t>(chain);
+        }
+      }
+      if (best < 0 && !has_waiting_owner) return std::nullopt;
+      if (best < 0) {
+        std::this_thread::yield();
+      } else if (const auto job = begin_next(best)) {
+        return job;
+      }
+    }
+  }
+
+  const std::vector<std::vector<double>> costs_;
+  std::vector<Chain> chains_;
+  ThreadShares unowned_;
+  std::vector<Owner> owners_;
+};
+
+// A parallel loop: the costs of its jobs, in multiplications, by chains. If there are none, each
+// chain is a job.
+struct PlannedLoop {
+  std::vector<std::vector<double>> costs;
+  bool has_chains;
+};
+
+// While it lives, its thread's calls add their parallel loops to the plan instead of running them,
+// so that tests can try any number of threads. What such calls return is not initialized.
+class PlanRecorder {
+ public:
+  PlanRecorder() : outer_(std::exchange(current(), this)) {}
+  ~PlanRecorder() { current() = outer_; }
+  PlanRecorder(const PlanRecorder&) = delete;
+  PlanRecorder& operator=(const PlanRecorder&) = delete;
+
+  // Returns the recorder of this thread, or nullptr.
+  static PlanRecorder*& current();
+
+  std::vector<PlannedLoop> loops;
+
+ private:
+  PlanRecorder* outer_;
+};
+
 // Scratch memory of kernels, with a place for each thread of a call. Never destroyed.
 inline ScratchPool& scratch_pool() {
   static auto* pool = new ScratchPool();
   return *pool;
 }
 
-// Calls work(thread, next) on each participating thread; next() returns the thread's next job, or
-// -1 when all have been begun. Threads are numbered from 0, and there are at most
+// Cost of jobs that are as good as equal.
+struct EqualCost {
+  double operator()(int64_t) const { return 1; }
+};
+
+// Calls work(thread) on each of up to ``jobs`` threads, numbered from 0. There are at most
 // at::get_num_threads().
 template <class Work>
-void share_jobs(int64_t jobs, Work work) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
-  ThreadShares shares(jobs, threads);
+void run_threads(int64_t threads, Work work) {
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      work(thread, [&] { return shares.take(thread); });
-    }
+    for (int64_t thread = begin; thread < end; ++thread) work(thread);
   });
 }
 
+// Calls work(thread, next) on each participating thread; next() returns the thread's next job, or
+// -1 when all have been begun. cost(job) is for plans.
+template <class Work, class Cost = EqualCost>
+void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
+  if (PlanRecorder* const recorder = PlanRecorder::current()) {
+    PlannedLoop& loop = recorder->loops.emplace_back(PlannedLoop{{}, false});
+    for (int64_t job = 0; job < jobs; ++job) loop.costs.push_back({cost(job)});
+    return;
+  }
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  ThreadShares shares(jobs, threads);
+  run_threads(threads, [&](int64_t thread) { work(thread, [&] { return shares.take(thread); }); });
+}
+
+// The same for chains of jobs; next() returns a job of JobChains, or nothing.
+template <class Work>
+void share_chains(std::vector<std::vector<double>> costs, Work work) {
+  if (PlanRecorder* const recorder = PlanRecorder::current()) {
+    recorder->loops.push_back({std::move(costs), true});
+    return;
+  }
+  const auto jobs = std::accumulate(
+      costs.begin(), costs.end(), int64_t{0},
+      [](int64_t sum, const auto& chain) { return sum + static_cast<int64_t>(chain.size()); });
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  JobChains chains(std::move(costs), threads);
+  run_threads(threads, [&](int64_t thread) { work(thread, [&] { return chains.take(thread); }); });
+}
+
+// A kernel with a thread's own scratch memory.
+template <class Parameters, class Piece>
+class KernelCall {
+ public:
+  // If ``bytes`` is given, a kernel only writes there how much scratch memory it needs for a piece.
+  using Function = void(const Parameters* parameters, const Piece* piece, void* scratch,
+                        int64_t* bytes);
+
+  KernelCall(const Parameters& parameters, Function* kernel, int64_t thread, int64_t bytes)
+      : parameters_(parameters), kernel_(kernel), scratch_(scratch_pool(), thread, bytes) {}
+
+  void operator()(const Piece& piece) const {
+    kernel_(&parameters_, &piece, scratch_.get(), nullptr);
+  }
+
+  // Returns how much scratch memory the kernel needs for any piece, if none needs more than
+  // ``largest``.
+  static int64_t bytes(const Parameters& parameters, Function* kernel, const Piece& largest) {
+    int64_t result = 0;
+    kernel(&parameters, &largest, nullptr, &result);
+    return result;
+  }
+
+ private:
+  const Parameters& parameters_;
+  Function* const kernel_;
+  const ScratchMemory scratch_;
+};
+
 // Calls work(job, thread, call) for each job, in parallel; call(piece) runs the kernel in the
-// thread's own scratch memory. The result does not depend on which thread does a job. If ``bytes``
-// is given, the kernel only writes there how much scratch memory it needs for a piece; no piece
-// needs more than ``largest``.
-template <class Parameters, class Piece, class Work>
+// thread's own scratch memory. The result does not depend on which thread does a job. No piece
+// needs more scratch memory than ``largest``. cost(job) is for plans.
+template <class Parameters, class Piece, class Work, class Cost = EqualCost>
 void run_jobs(const Parameters& parameters,
               void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,
                              int64_t* bytes),
-              int64_t jobs, const Piece& largest, Work work) {
-  int64_t bytes = 0;
-  kernel(&parameters, &largest, nullptr, &bytes);
-  share_jobs(jobs, [&](int64_t thread, auto next) {
-    const ScratchMemory scratch(scratch_pool(), thread, bytes);
-    const auto call = [&](const Piece& piece) {
-      kernel(&parameters, &piece, scratch.get(), nullptr);
-    };
-    for (int64_t job = next(); job >= 0; job = next()) work(job, thread, call);
+              int64_t jobs, const Piece& largest, Work work, Cost cost = {}) {
+  using Call = KernelCall<Parameters, Piece>;
+  const int64_t bytes = Call::bytes(parameters, kernel, largest);
+  share_jobs(
+      jobs,
+      [&](int64_t thread, auto next) {
+        const Call call(parameters, kernel, thread, bytes);
+        for (int64_t job = next(); job >= 0; job = next()) work(job, thread, call);
+      },
+      cost);
+}
+
+// The same for chains of jobs: calls work(job, call) for each job of JobChains.
+template <class Parameters, class Piece, class Work>
+void run_chains(const Parameters& parameters,
+                void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,
+                               int64_t* bytes),
+                std::vector<std::vector<double>> costs, const Piece& largest, Work work) {
+  using Call = KernelCall<Parameters, Piece>;
+  const int64_t bytes = Call::bytes(parameters, kernel, largest);
+  share_chains(std::move(costs), [&](int64_t thread, auto next) {
+    const Call call(parameters, kernel, thread, bytes);
+    for (auto job = next(); job.has_value(); job = next()) work(*job, call);
   });
 }
 

@@ -48,7 +48,12 @@ from foo_ops.kernels.attention.softmax import (
     needs_row_sums,
 )
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch, row_of
+from foo_ops.kernels.lang.scratch import (
+    Scratch,
+    call_function,
+    make_kernel_with_scratch,
+    row_of,
+)
 from foo_ops.kernels.products.operands import (
     make_products,
     make_step_counter,
@@ -262,7 +267,8 @@ def make_backward_kernel(
     scores, and a block mask hides some.
 
     A block adds to grad_key and grad_value, which are sums in the compute dtype, in the work item's
-    slot. Which blocks share a slot, and in which order, does not depend on the number of threads.
+    slot of them. Which blocks share a slot, and in which order, does not depend on the number of
+    threads: for each tile of keys, blocks take turns.
     """
     compute = compute_dtype(dtype)
     next_panel, pack_rows, (_, packed_panel) = (
@@ -427,16 +433,19 @@ def make_backward_kernel(
                     sums, stride, transposed_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,
                 )  # fmt: skip
+            # Other threads may run blocks that add to the same sums.
+            call_function(parameters.begin_turn, piece.turns, piece.turn, key_start)
             factors = as_left_matrix(weight_limbs, weights, columns, count)
             add_products(
-                piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
+                piece, row_of(parameters, "grad_value", piece.sums, 0, key_start), value_width,
                 factors, grad_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
             factors = as_left_matrix(score_limbs, grad_scores, columns, count)
             add_products(
-                piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
+                piece, row_of(parameters, "grad_key", piece.sums, 0, key_start), head_width,
                 factors, query_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
+            call_function(parameters.end_turn, piece.turns, piece.turn, key_start + count)
 
             has_sums = True
         end_products()

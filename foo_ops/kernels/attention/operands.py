@@ -68,6 +68,7 @@ SIZES = (
     *("score_function", "masked_score_function", "gradient_function"),
     *("windows", "mask_batch_stride", "mask_head_stride", "mask_columns"),
     *("mask_query_block", "mask_key_block"),
+    *("begin_turn", "end_turn"),
 )
 
 # Arguments of programs, and the block mask's states of windows and blocks: see programs.py.
@@ -90,8 +91,11 @@ PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
     *("slot", "key_split", "key_splits", "block", "bias", "begins_sums", "statistics"),
-    "chunk",
+    *("chunk", "sums", "turns", "turn"),
 )
+
+# Arguments of the functions begin_turn and end_turn: the chunk's turns, the piece's turn and a key.
+TURN_ARGUMENTS = (types.int64,) * 3
 
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
 
@@ -615,7 +619,6 @@ def make_row_writer(dtype: str, operand: str) -> Callable:
     ``count`` columns from ``column`` on. For a key split the output goes to partial_output.
     """
     LANES, operand_row = lanes_of(compute_dtype(dtype)), make_operand_row(operand)
-    may_be_key_split = operand == "output"
 
     @njit
     def write_row(target, source, factor, count):
@@ -627,7 +630,7 @@ def make_row_writer(dtype: str, operand: str) -> Callable:
 
     @njit
     def write(parameters, piece, source, factor, block_row, column, count, is_key_split):
-        if may_be_key_split and is_key_split:
+        if is_key_split:
             target = row_of(parameters, "partial_output", piece.key_split, piece.slot, block_row)
             write_row(shift(target, column), source, factor, count)
         else:
@@ -649,14 +652,13 @@ def make_panel_writer(dtype: str, operand: str) -> Callable:
     LANES = lanes_of(compute_dtype(dtype))
     next_panel, transpose = make_next_panel(dtype), make_transpose(compute_dtype(dtype))
     operand_row, write_row = make_operand_row(operand), make_row_writer(dtype, operand)
-    row_stride_name, may_be_key_split = f"{operand}_row_stride", operand == "output"
-    dim_name = dim_name_of(operand)
+    row_stride_name, dim_name = f"{operand}_row_stride", dim_name_of(operand)
 
     @njit
     def write_square(parameters, piece, source, stride, factors, block_row, column, count, scratch):
         """Write up to LANES rows from ``block_row`` on, and LANES of ``count`` columns."""
         rows_left = piece.heads * piece.query_count - block_row
-        is_key_split = may_be_key_split and piece.slot >= 0
+        is_key_split = piece.slot >= 0
         if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_key_split:
             target = shift(operand_row(parameters, piece, block_row), column)
             row_stride = field(parameters, row_stride_name)

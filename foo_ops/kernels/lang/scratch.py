@@ -286,3 +286,16 @@ def row_of(typing_context, struct, operand, batch, head, row):
 
     places = (types.int64, types.int64, types.int64)
     return struct.fields[name](struct, operand, *places), generate
+
+
+@intrinsic
+def call_function(typing_context, address, first, second, third):
+    """Call the function at an address, which takes three numbers and returns nothing."""
+
+    def generate(context, builder, signature, args):
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [word] * 3).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), generate

@@ -308,6 +308,8 @@ struct Parameters {
   int64_t score_function, masked_score_function, gradient_function;
   int64_t windows, mask_batch_stride, mask_head_stride, mask_columns;
   int64_t mask_query_block, mask_key_block;
+  // Addresses of functions of the backward pass: see Turns in backward.cpp.
+  int64_t begin_turn, end_turn;
   const int32_t* block_table;
   const int64_t* programs;
   const uint8_t *window_states, *block_states;
@@ -327,10 +329,11 @@ struct Layout<Parameters> {
       has_sinks, dropout_threshold, seed, has_dropout_heads, is_part, page_size, block_table_stride,
       query_length, key_length, chunks, has_int8_cache, score_function, masked_score_function,
       gradient_function, windows, mask_batch_stride, mask_head_stride, mask_columns,
-      mask_query_block, mask_key_block, block_table, programs, window_states, block_states, query,
-      key, value, attn_bias, alibi_slopes, sinks, output, logsumexp, grad_output, grad_logsumexp,
-      grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks,
-      partial_output, partial_largest, partial_total, key_scale, value_scale, dropout_heads);
+      mask_query_block, mask_key_block, begin_turn, end_turn, block_table, programs, window_states,
+      block_states, query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp,
+      grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias,
+      grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total, key_scale,
+      value_scale, dropout_heads);
 };
 static_assert(is_whole<Parameters>());
 
@@ -358,8 +361,9 @@ struct Piece {
   // Slot of partial_largest and partial_total from which the backward pass computes the block's
   // weights, or -1 to use the logsumexp.
   int64_t statistics;
-  // Chunk of the key head's blocks that it belongs to in the backward pass.
-  int64_t chunk;
+  // In the backward pass: the chunk of the key head's pieces that it belongs to, the slot of
+  // grad_key and grad_value that it adds to, the address of the chunk's Turns, and its turn.
+  int64_t chunk, sums, turns, turn;
 };
 
 template <>
@@ -369,7 +373,7 @@ struct Layout<Piece> {
   static constexpr Field fields[] =
       FOO_FIELDS(batch, head, heads, query_start, query_count, query_offset, key_offset, key_start,
                  key_stop, first_visible, last_visible, alignment, slot, key_split, key_splits,
-                 block, bias, begins_sums, statistics, chunk);
+                 block, bias, begins_sums, statistics, chunk, sums, turns, turn);
 };
 static_assert(is_whole<Piece>());
 
@@ -377,6 +381,10 @@ static_assert(is_whole<Piece>());
 // which does not decrease with the number of rows.
 using AttentionFunction = void(const Parameters* parameters, const Piece* piece, void* scratch,
                                int64_t* bytes);
+
+// Waits until the piece of a turn may add to the sums of a tile of keys that begins at `key`, or
+// says that it has added to all keys before `key`.
+using TurnFunction = void(int64_t turns, int64_t turn, int64_t key);
 
 // gradient[row, column] = factor * the sum over the chunks of sums[chunk, row, column].
 using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,

@@ -5,8 +5,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <deque>
+#include <iterator>
+#include <limits>
+#include <thread>
 #include <utility>
 
 #include "launch/kernel_table.h"
@@ -19,6 +24,8 @@ namespace {
 // From here on, rounding of the logsumexp changes weights by more than 2^-16. With a mask of -1e9
 // its digits do not tell how many keys share the weight.
 constexpr double kLargeLogsumexp = 256.0;
+// A thread looks at this many blocks at least: some 60 microseconds.
+constexpr int64_t kBlocksToScan = 512;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -42,13 +49,26 @@ Kernel& merge_kernel() {
   return *kernel;
 }
 
+// cost(piece) is for a piece's share of the work.
+template <class Cost>
 void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
-                std::vector<Piece> pieces) {
-  if (!pieces.empty()) {
-    sort_by_work(pieces);
-    run_jobs(parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
-             [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
+                const std::vector<Piece>& pieces, Cost cost) {
+  if (pieces.empty()) return;
+  const std::vector<std::vector<Piece>> shares = shares_of(pieces);
+  std::vector<std::vector<double>> costs;
+  for (const std::vector<Piece>& share : shares) {
+    std::transform(share.begin(), share.end(), std::back_inserter(costs.emplace_back()), cost);
   }
+  run_chains(
+      parameters, kernel, std::move(costs), largest_of(pieces),
+      [&](const JobChains::Job& job, const auto& call) { call(shares[job.chain][job.position]); });
+}
+
+void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
+                const std::vector<Piece>& pieces) {
+  const auto of_pair = static_cast<double>(parameters.head_dim + parameters.value_dim);
+  run_pieces(parameters, kernel, pieces,
+             [&](const Piece& piece) { return static_cast<double>(work_of(piece)) * of_pair; });
 }
 
 template <class Number>
@@ -86,10 +106,16 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
   const auto type = compute_type(query);
   const auto is_large =
       type == at::kDouble ? &has_large_logsumexp<double> : &has_large_logsumexp<float>;
+  std::vector<char> are_large(blocks.size());
+  const auto count = static_cast<int64_t>(blocks.size());
+  at::parallel_for(0, count, kBlocksToScan, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) are_large[i] = is_large(parameters, blocks[i]);
+  });
   std::vector<Piece> pieces;
   int64_t rows = 0;
-  for (Piece& block : blocks) {
-    if (is_large(parameters, block)) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    Piece& block = blocks[i];
+    if (are_large[i]) {
       block.statistics = static_cast<int64_t>(pieces.size());
       rows = std::max(rows, rows_of(block));
       pieces.push_back(block);
@@ -99,14 +125,14 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
   if (!pieces.empty()) {
     results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
     auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_pieces(parameters, kernel, std::move(pieces));
+    run_pieces(parameters, kernel, pieces);
   }
 }
 
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
   const auto dtype = query.scalar_type();
-  ForwardPlan plan =
+  const ForwardPlan plan =
       plan_forward(parameters, sequences, options, MaskBounds::of(parameters, dtype, options));
   PartialResults partial;
   if (!plan.split_blocks.empty()) {
@@ -115,15 +141,17 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   }
   if (!plan.few_queries.empty()) {
     run_pieces(parameters, decode_kernel(parameters).get<AttentionFunction>(dtype),
-               std::move(plan.few_queries));
+               plan.few_queries);
   }
   if (!plan.pieces.empty()) {
-    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype),
-               std::move(plan.pieces));
+    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype), plan.pieces);
   }
   if (!plan.split_blocks.empty()) {
-    run_pieces(parameters, merge_kernel().get<AttentionFunction>(dtype),
-               std::move(plan.split_blocks));
+    run_pieces(
+        parameters, merge_kernel().get<AttentionFunction>(dtype), plan.split_blocks,
+        [&](const Piece& block) {
+          return static_cast<double>(rows_of(block) * block.key_splits * parameters.value_dim);
+        });
   }
 }
 
@@ -142,6 +170,12 @@ void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::itera
     block->chunk = (2 * done + work(*block)) * chunks / (2 * total);
     done += work(*block);
   }
+}
+
+// Puts the blocks with most work last: they run first, so that no thread waits long at the end.
+void sort_by_work(std::vector<Piece>& blocks) {
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const Piece& a, const Piece& b) { return work_of(a) < work_of(b); });
 }
 
 }  // namespace
@@ -170,7 +204,7 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
     for (auto block = begin; block != end; ++block) {
       // The key heads of a family add to shared sums in the same blocks.
       if (shared.any()) block->chunk = block->block % parameters.chunks;
-      block->slot = key_head * parameters.chunks + block->chunk;
+      block->sums = key_head * parameters.chunks + block->chunk;
       block->bias = bias.has_value() ? bias->place_of(*block) : 0;
       const int64_t family = shared.family(parameters, *block);
       auto& job = jobs[family * parameters.chunks + block->chunk];
@@ -181,6 +215,9 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
     }
     begin = end;
   }
+  for (std::vector<Chunk>& job : jobs) {
+    for (Chunk& chunk : job) sort_by_work(chunk.blocks);
+  }
   return jobs;
 }
 
@@ -188,7 +225,7 @@ std::vector<Rows> rows_of_slots(const std::vector<std::vector<Chunk>>& jobs, int
   std::vector<Rows> rows(slots, Rows{0, 0});
   for (const std::vector<Chunk>& job : jobs) {
     for (const Chunk& chunk : job) {
-      rows[chunk.blocks[0].slot] = chunk.keys();
+      rows[chunk.blocks[0].sums] = chunk.keys();
     }
   }
   return rows;
@@ -246,7 +283,7 @@ void BiasGradient::allocate(int64_t slots, bool all_keys_are_seen) {
 int64_t BiasGradient::place_of(const Piece& block) const {
   const auto& strides = parameters_.grad_attn_bias.strides;
   if (has_row_sums()) {
-    return block.slot * strides[0] + block.head % parameters_.group * strides[1];
+    return block.sums * strides[0] + block.head % parameters_.group * strides[1];
   }
   return block.batch * strides[0] + block.head * strides[1] + block.query_start * strides[2];
 }
@@ -269,10 +306,13 @@ at::Tensor BiasGradient::total() const {
 
 namespace {
 
-// This many key heads give work to all threads; with fewer, their blocks are cut into chunks. The
-// number does not depend on the threads, so neither do the sums.
+// With fewer key heads than this, their blocks are cut into chunks: blocks of different chunks need
+// not wait for each other. The number does not depend on the threads, so neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
-constexpr int64_t kRowsOfRange = 256;
+// The keys of their blocks are then split, and also if there are few blocks, into about this many
+// pieces in all. Blocks with more keys than kLeastSplit are split.
+constexpr int64_t kFewBlocks = 64, kBackwardBlocks = 256, kLeastSplit = 512;
+constexpr int64_t kRowsOfRange = 64;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& backward_kernel(const Parameters& parameters) {
@@ -314,6 +354,7 @@ class GradientSums {
         in_place_(in_place) {}
 
   int64_t slot_bytes() const { return slot_rows_ * row_bytes_; }
+  int64_t columns() const { return columns_; }
 
   // Sets the memory of the slots, unless they are the heads of the gradient.
   void set_memory(void* memory) { memory_ = static_cast<char*>(memory); }
@@ -392,6 +433,8 @@ class SumsOfKeys {
     }
   }
 
+  int64_t columns() const { return both_[0].columns() + both_[1].columns(); }
+
   void write(const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot,
              int64_t chunks) const {
     for (const GradientSums& sums : both_) {
@@ -404,24 +447,86 @@ class SumsOfKeys {
   std::optional<ScratchMemory> memory_;
 };
 
-// Calls call(piece) for each block of a chunk, which adds to the sums in a slot and leaves these
-// rows of it set. The last block goes first: under a causal mask it sees the most keys. The sums
-// begin with that block, so the slot is cleared only for the keys that it does not see. A block
-// mask may hide any key.
-template <class Call>
-void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, Rows rows, bool has_mask,
-               Call call) {
-  const Piece& first = chunk.blocks.back();
-  sums.clear(slot, rows.begin, has_mask ? rows.end : first.key_start);
-  sums.clear(slot, has_mask ? rows.end : first.key_stop, rows.end);
-  bool begins = !has_mask;
-  for (auto block = chunk.blocks.rbegin(); block != chunk.blocks.rend(); ++block) {
-    Piece piece = *block;
-    piece.slot = slot;
-    piece.begins_sums = begins;
-    begins = false;
-    call(piece);
+// The order in which the blocks of a chunk add to its sums, for each tile of keys: the sums do not
+// depend on which threads run the blocks, or when. A block waits only for blocks that began before
+// it, and these are ahead unless their threads are slow.
+class Turns {
+ public:
+  explicit Turns(const std::vector<Piece>& blocks) : places_(blocks.size()) {
+    for (size_t turn = 0; turn < blocks.size(); ++turn) {
+      places_[turn].key_stop = blocks[blocks.size() - 1 - turn].key_stop;
+    }
   }
+
+  // Waits until the sums have been cleared, and the blocks of all earlier turns have added to the
+  // tile of keys at `key`.
+  void begin(int64_t turn, int64_t key) {
+    while (turn > 0 && done_of(0) == kNothing) std::this_thread::yield();
+    int64_t first = first_.load(std::memory_order_acquire);
+    while (first < turn && done_of(first) == kAll) ++first;
+    first_.store(first, std::memory_order_release);
+    for (int64_t earlier = first; earlier < turn; ++earlier) {
+      if (places_[earlier].key_stop <= key) continue;
+      while (done_of(earlier) < key + kKeyBlock) std::this_thread::yield();
+    }
+  }
+
+  // Says that a block has added to all keys before `key`. The first block clears the sums before it
+  // says so.
+  void end(int64_t turn, int64_t key) { places_[turn].done.store(key, std::memory_order_release); }
+
+  // Says that a block has run. Returns whether it was the last to do so.
+  bool finish(int64_t turn) {
+    end(turn, kAll);
+    return finished_.fetch_add(1, std::memory_order_acq_rel) + 1 ==
+           static_cast<int64_t>(places_.size());
+  }
+
+ private:
+  static constexpr int64_t kNothing = -1, kAll = std::numeric_limits<int64_t>::max();
+
+  struct Place {
+    std::atomic<int64_t> done{kNothing};
+    int64_t key_stop = 0;
+  };
+
+  int64_t done_of(int64_t turn) const { return places_[turn].done.load(std::memory_order_acquire); }
+
+  std::vector<Place> places_;
+  // All blocks before this one have run.
+  std::atomic<int64_t> first_{0}, finished_{0};
+};
+
+void begin_turn(int64_t turns, int64_t turn, int64_t key) {
+  reinterpret_cast<Turns*>(turns)->begin(turn, key);
+}
+
+void end_turn(int64_t turns, int64_t turn, int64_t key) {
+  reinterpret_cast<Turns*>(turns)->end(turn, key);
+}
+
+int64_t address_of(TurnFunction* function) {
+  return reinterpret_cast<int64_t>(function);
+}
+
+// Calls call(piece) for the block of a turn, which adds to the chunk's sums in a slot; when all
+// blocks have run, these rows of it are set. The last block has the most work and goes
+// first. The sums begin with that block, so the slot is cleared only for the keys that it
+// does not see. A block mask may hide any key.
+template <class Call>
+void run_turn(const Chunk& chunk, Turns& turns, int64_t turn, const SumsOfKeys& sums, int64_t slot,
+              Rows rows, bool has_mask, const Call& call) {
+  Piece piece = *(chunk.blocks.rbegin() + turn);
+  if (turn == 0) {
+    sums.clear(slot, rows.begin, has_mask ? rows.end : piece.key_start);
+    sums.clear(slot, has_mask ? rows.end : piece.key_stop, rows.end);
+  }
+  piece.sums = slot;
+  piece.begins_sums = turn == 0 && !has_mask;
+  piece.turns = reinterpret_cast<int64_t>(&turns);
+  piece.turn = turn;
+  turns.end(turn, piece.key_start);
+  call(piece);
 }
 
 // Returns whether the gradient itself can hold the sums: it has their dtype, and its heads are
@@ -462,24 +567,54 @@ void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums
                    const std::vector<Rows>& slots, int64_t chunks, int64_t most_rows) {
   const int64_t count = static_cast<int64_t>(key_heads.size());
   const int64_t ranges = ceil_divide(most_rows, kRowsOfRange);
-  at::parallel_for(0, count * ranges, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t job = begin; job < end; ++job) {
-      const KeyHead& key_head = key_heads[job / ranges];
-      const int64_t row = std::min(key_head.rows, job % ranges * kRowsOfRange);
-      const int64_t stop = std::min(key_head.rows, row + kRowsOfRange);
-      add_up_rows(key_head, sums, slots, job / ranges * chunks, chunks, {row, stop});
+  const auto rows_of = [&](int64_t job) {
+    const int64_t rows = key_heads[job / ranges].rows;
+    const int64_t row = std::min(rows, job % ranges * kRowsOfRange);
+    return Rows{row, std::min(rows, row + kRowsOfRange)};
+  };
+  share_jobs(
+      count * ranges,
+      [&](int64_t, auto next) {
+        for (int64_t job = next(); job >= 0; job = next()) {
+          const int64_t first_slot = job / ranges * chunks;
+          add_up_rows(key_heads[job / ranges], sums, slots, first_slot, chunks, rows_of(job));
+        }
+      },
+      [&](int64_t job) {
+        return static_cast<double>((rows_of(job).end - rows_of(job).begin) * chunks *
+                                   sums.columns());
+      });
+}
+
+// Returns the costs of the jobs' blocks in the order of their turns. Threads may share a job with
+// one chunk; others are one chain link each.
+std::vector<std::vector<double>> costs_of(const Parameters& parameters,
+                                          const std::vector<std::vector<Chunk>>& jobs,
+                                          bool has_other_sums) {
+  const auto of_pair = static_cast<double>(3 * parameters.head_dim + 2 * parameters.value_dim);
+  std::vector<std::vector<double>> costs(jobs.size());
+  for (size_t job = 0; job < jobs.size(); ++job) {
+    for (const Chunk& chunk : jobs[job]) {
+      for (auto block = chunk.blocks.rbegin(); block != chunk.blocks.rend(); ++block) {
+        costs[job].push_back(static_cast<double>(work_of(*block)) * of_pair);
+      }
     }
-  });
+    if (has_other_sums && !jobs[job].empty()) {
+      costs[job] = {std::accumulate(costs[job].begin(), costs[job].end(), 0.0)};
+    }
+  }
+  return costs;
 }
 
 // With one chunk, a key head's sums lie in the gradient itself, or in the slot of the thread that
-// runs it, and are rounded while they are in that thread's cache. Sums of several chunks are added
-// up at the end.
+// began it, and are rounded while they are in a cache of the thread that runs its last block. Sums
+// of several chunks are added up at the end. If blocks have other sums than those of keys, one
+// thread runs all blocks of a job.
 void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                       const std::vector<std::vector<Chunk>>& jobs,
                       const std::vector<KeyHead>& key_heads, const at::Tensor& grad_key,
                       const at::Tensor& grad_value, at::ScalarType type, bool in_place,
-                      const Piece& largest) {
+                      const Piece& largest, bool has_other_sums) {
   const int64_t chunks = parameters.chunks, count = static_cast<int64_t>(key_heads.size());
   const bool has_chunks = chunks > 1;
   const int64_t slots = has_chunks ? count * chunks : at::get_num_threads();
@@ -488,24 +623,105 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
     most_rows = std::max(most_rows, key_head.rows);
   }
   const SumsOfKeys sums(parameters, grad_key, grad_value, slots, most_rows, type, in_place);
-  run_jobs(parameters, kernel, static_cast<int64_t>(jobs.size()), largest,
-           [&](int64_t job, int64_t thread, const auto& call) {
-             for (const Chunk& chunk : jobs[job]) {
-               const KeyHead& key_head = key_heads[chunk.key_head];
-               const int64_t slot = has_chunks ? chunk.blocks[0].slot
-                                    : in_place ? key_head.head
-                                               : thread;
-               const Rows rows = has_chunks ? chunk.keys() : Rows{0, key_head.rows};
-               run_chunk(chunk, sums, slot, rows, parameters.programs != nullptr, call);
-               if (!has_chunks) {
-                 sums.write(key_head, 0, key_head.rows, slot, 1);
+  parameters.begin_turn = address_of(begin_turn);
+  parameters.end_turn = address_of(end_turn);
+  const auto run = [&](const Chunk& chunk, Turns& turns, int64_t turn, int64_t owner,
+                       const auto& call) {
+    const KeyHead& key_head = key_heads[chunk.key_head];
+    const int64_t slot = has_chunks ? chunk.blocks[0].sums : in_place ? key_head.head : owner;
+    const Rows rows = has_chunks ? chunk.keys() : Rows{0, key_head.rows};
+    run_turn(chunk, turns, turn, sums, slot, rows, parameters.programs != nullptr, call);
+    if (turns.finish(turn) && !has_chunks) sums.write(key_head, 0, key_head.rows, slot, 1);
+  };
+  std::deque<Turns> turns;
+  for (const std::vector<Chunk>& job : jobs) {
+    turns.emplace_back(job.empty() ? std::vector<Piece>() : job[0].blocks);
+  }
+  run_chains(parameters, kernel, costs_of(parameters, jobs, has_other_sums), largest,
+             [&](const JobChains::Job& job, const auto& call) {
+               const std::vector<Chunk>& chunks_of_job = jobs[job.chain];
+               if (!has_other_sums) {
+                 run(chunks_of_job[0], turns[job.chain], job.position, job.owner, call);
+                 return;
                }
-             }
-           });
+               for (const Chunk& chunk : chunks_of_job) {
+                 Turns own(chunk.blocks);
+                 for (size_t turn = 0; turn < chunk.blocks.size(); ++turn) {
+                   run(chunk, own, static_cast<int64_t>(turn), job.owner, call);
+                 }
+               }
+             });
   if (has_chunks) {
     add_up_chunks(key_heads, sums, rows_of_slots(jobs, slots), chunks, most_rows);
   }
 }
+
+// The parts of grad_query of blocks whose keys are split: (splits, blocks, rows, columns).
+class QueryParts {
+ public:
+  // Splits the keys of the blocks, if there are few, and sets the parameters' pointer to the parts.
+  QueryParts(Parameters& parameters, std::vector<Piece>& blocks, at::ScalarType type) {
+    const int64_t most = ceil_divide(kBackwardBlocks, static_cast<int64_t>(blocks.size()));
+    std::vector<Piece> pieces = split_keys(blocks, [&](int64_t keys) {
+      const int64_t splits = std::min(most, ceil_divide(keys, kLeastSplit));
+      return part_of_keys(std::max<int64_t>(1, keys), std::max<int64_t>(1, splits));
+    });
+    int64_t splits = 0, rows = 0;
+    for (const Piece& block : blocks) {
+      if (block.slot < 0) continue;
+      split_blocks_.push_back(block);
+      splits = std::max(splits, block.key_splits);
+      rows = std::max(rows, rows_of(block));
+    }
+    const auto slots = static_cast<int64_t>(split_blocks_.size());
+    parts_ = at::empty({splits, slots, rows, round_up_to_vector(parameters.head_dim)},
+                       at::TensorOptions().dtype(type).device(at::kCPU));
+    parameters.partial_output = Operand(parts_);
+    // A key head's pieces are adjacent, as its blocks were.
+    const auto key_head_of = [&](const Piece& piece) {
+      return piece.batch * parameters.key_heads + piece.head / parameters.group;
+    };
+    std::stable_sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) {
+      return key_head_of(a) < key_head_of(b);
+    });
+    blocks = std::move(pieces);
+  }
+
+  // Writes the sums of the parts, rounded.
+  void add_up(const Parameters& parameters, const at::Tensor& grad_query) const {
+    auto* const kernel = sum_chunks_kernel().get<SumFunction>(grad_query.scalar_type());
+    const auto& strides = parameters.grad_query.strides;
+    const int64_t width = parts_.size(3);
+    const auto add_up_block = [&](const Piece& block) {
+      for (int64_t head = 0; head < block.heads; ++head) {
+        const int64_t row = block.query_offset + block.query_start;
+        const int64_t index =
+            block.batch * strides[0] + (block.head + head) * strides[1] + row * strides[2];
+        kernel(static_cast<char*>(parameters.grad_query.data) + index * grad_query.element_size(),
+               strides[2], part(block.slot, head * block.query_count), parts_.stride(0), width,
+               block.query_count, parameters.head_dim, block.key_splits, 1.0);
+      }
+    };
+    share_jobs(
+        static_cast<int64_t>(split_blocks_.size()),
+        [&](int64_t, auto next) {
+          for (int64_t job = next(); job >= 0; job = next()) add_up_block(split_blocks_[job]);
+        },
+        [&](int64_t job) {
+          const Piece& block = split_blocks_[job];
+          return static_cast<double>(rows_of(block) * block.key_splits * parameters.head_dim);
+        });
+  }
+
+ private:
+  void* part(int64_t slot, int64_t row) const {
+    const int64_t index = slot * parts_.stride(1) + row * parts_.stride(2);
+    return static_cast<char*>(parts_.data_ptr()) + index * parts_.element_size();
+  }
+
+  std::vector<Piece> split_blocks_;
+  at::Tensor parts_;
+};
 
 // Sums (batch, heads, blocks) over the blocks, and over the batch if the result has no batch.
 at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
@@ -577,6 +793,16 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
     if (!parameters.is_part) {
       compute_statistics(parameters, results, blocks, query);
     }
+    const bool has_other_sums = shared.any() || parameters.bias_gradient == kAdded ||
+                                (programs != nullptr && programs->has_sums());
+    std::optional<QueryParts> parts;
+    // Sums of a block's rows are not split.
+    const bool has_few_blocks =
+        families < kBackwardPieces || static_cast<int64_t>(blocks.size()) < kFewBlocks;
+    if (has_few_blocks && !has_other_sums && !parameters.has_alibi_slopes &&
+        !parameters.has_sinks) {
+      parts.emplace(parameters, blocks, type);
+    }
     std::vector<KeyHead> key_heads;
     for (const Sequence& sequence : sequences) {
       for (int64_t head = 0; head < parameters.key_heads; ++head) {
@@ -590,7 +816,8 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
     run_jobs_of_keys(parameters,
                      backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
                      cut_into_jobs(parameters, blocks, bias, shared), key_heads, grad_key,
-                     grad_value, type, in_place, largest_of(blocks));
+                     grad_value, type, in_place, largest_of(blocks), has_other_sums);
+    if (parts.has_value()) parts->add_up(parameters, grad_query);
   }
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
     return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());

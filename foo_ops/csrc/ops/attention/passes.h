@@ -78,8 +78,8 @@ struct Rows {
   int64_t begin, end;
 };
 
-// Blocks that add to the same sums and therefore run one after the other: all blocks of a key head,
-// counted over the sequences, or one of its chunks. Different threads may run different chunks.
+// Blocks that add to the same sums, the last one first: all blocks of a key head, counted over the
+// sequences, or one of its chunks.
 struct Chunk {
   int64_t key_head;
   std::vector<Piece> blocks;

@@ -129,12 +129,13 @@ void MaskBounds::narrow(Piece& piece) const {
 
 namespace {
 
-// Keys are split if there are fewer blocks than this. The number does not depend on the threads, so
-// neither do the sums.
-constexpr int64_t kEnoughPieces = 64;
-constexpr int64_t kSplitLength = 1024;
-// Merged blocks per thread that remain, so that no thread waits long for another.
-constexpr int64_t kBlocksOfThread = 4;
+// Keys are split if there are fewer blocks than kEnoughPieces, into about kSplitPieces in all, of
+// at least this many keys. The numbers do not depend on the threads, so neither do the sums.
+constexpr int64_t kEnoughPieces = 64, kSplitPieces = 128;
+constexpr int64_t kSplitLength = 512, kSplitLengthOfFew = 1024;
+// Merged blocks per thread that remain. The largest is at most one of kPartsOfThread of the work
+// per other thread: all others may wait for the one that runs it last.
+constexpr int64_t kBlocksOfThread = 4, kPartsOfThread = 6;
 // Most elements of query and output in a merged block: a megabyte of float32, for caches of one or
 // two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
@@ -282,35 +283,6 @@ std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
   return blocks;
 }
 
-// Cuts the keys of each block into ``splits``, or fewer if there are few keys. Blocks with several
-// splits get a slot each. The first splits of all blocks come first, then the second ones.
-std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
-  std::vector<int64_t> lengths;
-  int64_t slots = 0, most_splits = 1;
-  for (Piece& block : blocks) {
-    const int64_t keys = block.key_stop - block.key_start;
-    const int64_t length =
-        std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
-    lengths.push_back(length);
-    block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
-    block.slot = block.key_splits > 1 ? slots++ : -1;
-    most_splits = std::max(most_splits, block.key_splits);
-  }
-  std::vector<Piece> pieces;
-  for (int64_t split = 0; split < most_splits; ++split) {
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (split < blocks[i].key_splits) {
-        Piece piece = blocks[i];
-        piece.key_split = split;
-        piece.key_start += split * lengths[i];
-        piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
-        pieces.push_back(piece);
-      }
-    }
-  }
-  return pieces;
-}
-
 // Whether merging two blocks gives equal results, to the last bit: their panels and their tiles of
 // keys are the same, neither is for the few-queries kernel, and the second begins with a panel.
 // Their key splits have room in slots of ``slot_rows``, and the first block fills its own.
@@ -340,11 +312,12 @@ bool can_merge(const Parameters& parameters, const Piece& first, const Piece& se
 }
 
 std::vector<Piece> merge_pairs(const Parameters& parameters, const std::vector<Piece>& pieces,
-                               int64_t most, int64_t slot_rows) {
+                               int64_t most, double most_work, int64_t slot_rows) {
   std::vector<Piece> merged;
   bool is_single = false;
   for (const Piece& piece : pieces) {
-    is_single = is_single && can_merge(parameters, merged.back(), piece, most, slot_rows);
+    is_single = is_single && can_merge(parameters, merged.back(), piece, most, slot_rows) &&
+                static_cast<double>(work_of(merged.back()) + work_of(piece)) <= most_work;
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
@@ -366,8 +339,11 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
   const int64_t most = std::min(kQueryBlock, kBlockElements / dims);
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
+  const auto parts = static_cast<double>(std::max<int64_t>(1, kPartsOfThread * (threads - 1)));
+  double work = 0;
+  for (const Piece& piece : pieces) work += static_cast<double>(work_of(piece));
   while (true) {
-    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, slot_rows);
+    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, work / parts, slot_rows);
     if (merged.size() == pieces.size() || merged.size() < enough) {
       return pieces;
     }
@@ -398,6 +374,33 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
   return cut_into_blocks_of(parameters, sequences, options, bounds, usual_block());
 }
 
+std::vector<Piece> split_keys(std::vector<Piece>& blocks,
+                              const std::function<int64_t(int64_t keys)>& length_of) {
+  std::vector<int64_t> lengths;
+  int64_t slots = 0, most_splits = 1;
+  for (Piece& block : blocks) {
+    const int64_t keys = block.key_stop - block.key_start;
+    const int64_t length = length_of(keys);
+    lengths.push_back(length);
+    block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
+    block.slot = block.key_splits > 1 ? slots++ : -1;
+    most_splits = std::max(most_splits, block.key_splits);
+  }
+  std::vector<Piece> pieces;
+  for (int64_t split = 0; split < most_splits; ++split) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (split < blocks[i].key_splits) {
+        Piece piece = blocks[i];
+        piece.key_split = split;
+        piece.key_start += split * lengths[i];
+        piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
+        pieces.push_back(piece);
+      }
+    }
+  }
+  return pieces;
+}
+
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options, const std::optional<MaskBounds>& bounds) {
   ForwardPlan plan;
@@ -409,7 +412,11 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
     return plan;
   }
   const auto count = static_cast<int64_t>(blocks.size());
-  plan.pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
+  const int64_t splits = count < kEnoughPieces ? ceil_divide(kSplitPieces, count) : 1;
+  const int64_t least =
+      rows_of(largest_of(blocks)) <= kFewQueries ? kSplitLengthOfFew : kSplitLength;
+  plan.pieces =
+      split_keys(blocks, [&](int64_t keys) { return std::max(least, part_of_keys(keys, splits)); });
   plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.key_splits > 1; });
   for (const Piece& block : plan.split_blocks) {
     plan.key_splits = std::max(plan.key_splits, block.key_splits);
@@ -426,15 +433,17 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
   return plan;
 }
 
-void sort_by_work(std::vector<Piece>& pieces) {
+std::vector<std::vector<Piece>> shares_of(const std::vector<Piece>& pieces) {
   const int64_t threads = at::get_num_threads(), count = static_cast<int64_t>(pieces.size());
-  const auto begin = [&](int64_t thread) {
-    return pieces.begin() + ThreadShares::begin(thread, count, threads);
-  };
+  std::vector<std::vector<Piece>> shares;
   for (int64_t thread = 0; thread < threads; ++thread) {
-    std::stable_sort(begin(thread), begin(thread + 1),
+    auto& share =
+        shares.emplace_back(pieces.begin() + ThreadShares::begin(thread, count, threads),
+                            pieces.begin() + ThreadShares::begin(thread + 1, count, threads));
+    std::stable_sort(share.begin(), share.end(),
                      [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
   }
+  return shares;
 }
 
 }  // namespace foo

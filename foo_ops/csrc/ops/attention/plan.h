@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -61,6 +62,11 @@ inline int64_t round_up_to_vector(int64_t count) {
   return ceil_divide(count, kWidestVector) * kWidestVector;
 }
 
+// Returns the keys of equal parts, in whole tiles.
+inline int64_t part_of_keys(int64_t keys, int64_t parts) {
+  return ceil_divide(ceil_divide(keys, parts), kKeyBlock) * kKeyBlock;
+}
+
 // Returns all blocks of queries of all sequences and heads, with the keys that they see. Blocks of
 // heads that share a key head are adjacent. They have the number of queries that is fastest if a
 // tile holds all of them.
@@ -68,6 +74,11 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
                                    const AttentionOptions& options,
                                    const std::optional<MaskBounds>& bounds = std::nullopt);
+
+// Cuts the keys of each block into splits of length_of(keys), a multiple of kKeyBlock. Blocks with
+// several splits get a slot each. The first splits of all blocks come first, then the second ones.
+std::vector<Piece> split_keys(std::vector<Piece>& blocks,
+                              const std::function<int64_t(int64_t keys)>& length_of);
 
 // Pieces of a forward pass.
 struct ForwardPlan {
@@ -99,7 +110,8 @@ struct SharedSums {
   }
 };
 
-// Puts the largest pieces of each thread's share first, so that no thread waits long at the end.
-void sort_by_work(std::vector<Piece>& pieces);
+// Divides pieces into a share of neighbours for each thread, with the largest pieces first, so that
+// no thread waits long at the end.
+std::vector<std::vector<Piece>> shares_of(const std::vector<Piece>& pieces);
 
 }  // namespace foo

@@ -273,6 +273,10 @@ SharedSums ProgramCall::sharing() const {
   return {.batch = !apart.batch, .heads = !apart.heads};
 }
 
+bool ProgramCall::has_sums() const {
+  return std::find(requires_grad_.begin(), requires_grad_.end(), true) != requires_grad_.end();
+}
+
 void ProgramCall::allocate_gradients(int64_t chunks) {
   const SharedSums shared = sharing();
   for (size_t i = 0; i < captured_.size(); ++i) {

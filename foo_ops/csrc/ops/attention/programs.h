@@ -116,6 +116,8 @@ class ProgramCall {
   // Returns which blocks add to the same gradients of captured tensors, because these are too large
   // for separate sums.
   SharedSums sharing() const;
+  // Whether blocks of one chunk add to the same gradients of captured tensors.
+  bool has_sums() const;
   // Allocates the sums of a backward pass for this many chunks.
   void allocate_gradients(int64_t chunks);
   // Returns the gradients, empty if not required.

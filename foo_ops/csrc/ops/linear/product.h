@@ -67,6 +67,12 @@ struct Layout<ProductBlock> {
 };
 static_assert(is_whole<ProductBlock>());
 
+// Returns the number of elements of a block.
+inline double area_of(const ProductBlock& block) {
+  return static_cast<double>(block.row_stop - block.row_start) *
+         static_cast<double>(block.column_stop - block.column_start);
+}
+
 // If ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
 using ProductFunction = void(const Product* product, const ProductBlock* block, void* scratch,
                              int64_t* bytes);
@@ -221,16 +227,28 @@ void run_all(const std::vector<ProductCall<AnyProduct>>& calls) {
     kernel(&product, &largest, nullptr, &bytes_of_call);
     bytes = std::max(bytes, bytes_of_call);
   }
-  share_jobs(jobs, [&](int64_t thread, auto next) {
-    const ScratchMemory scratch(scratch_pool(), thread, bytes);
-    for (int64_t job = next(); job >= 0; job = next()) {
-      const auto after = std::upper_bound(first_jobs.begin(), first_jobs.end(), job);
-      const auto index = after - first_jobs.begin() - 1;
-      const auto& [product, kernel, cut] = calls[index];
-      const ProductBlock block = cut.block(matrices_of(product), job - first_jobs[index]);
-      kernel(&product, &block, scratch.get(), nullptr);
-    }
-  });
+  const auto call_of_job = [&](int64_t job) {
+    return std::upper_bound(first_jobs.begin(), first_jobs.end(), job) - first_jobs.begin() - 1;
+  };
+  const auto block_of_job = [&](int64_t job) {
+    const auto index = call_of_job(job);
+    return calls[index].cut.block(matrices_of(calls[index].product), job - first_jobs[index]);
+  };
+  const auto cost = [&](int64_t job) {
+    const Product& product = matrices_of(calls[call_of_job(job)].product);
+    return area_of(block_of_job(job)) * static_cast<double>(product.depth);
+  };
+  share_jobs(
+      jobs,
+      [&](int64_t thread, auto next) {
+        const ScratchMemory scratch(scratch_pool(), thread, bytes);
+        for (int64_t job = next(); job >= 0; job = next()) {
+          const auto& [product, kernel, cut] = calls[call_of_job(job)];
+          const ProductBlock block = block_of_job(job);
+          kernel(&product, &block, scratch.get(), nullptr);
+        }
+      },
+      cost);
 }
 
 }  // namespace foo

@@ -331,21 +331,28 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
 }
 
 // Calls work(thread, job) for each job. There are at least two: a single one does not begin a
-// parallel region, and MKL would take all threads.
-template <class Work>
-void share_parts(int64_t jobs, Work work) {
-  share_jobs(std::max<int64_t>(jobs, 2), [&](int64_t thread, auto next) {
-    for (int64_t job = next(); job >= 0; job = next()) {
-      if (job < jobs) work(thread, job);
-    }
-  });
+// parallel region, and MKL would take all threads. cost(job) is for plans.
+template <class Work, class Cost>
+void share_parts(int64_t jobs, Work work, Cost cost) {
+  share_jobs(
+      std::max<int64_t>(jobs, 2),
+      [&](int64_t thread, auto next) {
+        for (int64_t job = next(); job >= 0; job = next()) {
+          if (job < jobs) work(thread, job);
+        }
+      },
+      [&](int64_t job) { return job < jobs ? cost(job) : 0.0; });
 }
 
 // Calls work(thread, block) for each block of a product.
 template <class Work>
 void share_blocks(const Product& product, const Cut& cut, Work work) {
-  share_parts(cut.blocks(product),
-              [&](int64_t thread, int64_t job) { work(thread, cut.block(product, job)); });
+  share_parts(
+      cut.blocks(product),
+      [&](int64_t thread, int64_t job) { work(thread, cut.block(product, job)); },
+      [&](int64_t job) {
+        return area_of(cut.block(product, job)) * static_cast<double>(product.depth);
+      });
 }
 
 void multiply_block(at::ScalarType dtype, const Product& product, const ProductBlock& block) {
@@ -420,9 +427,13 @@ void multiply_all_by_torch(const std::vector<Product>& products, at::ScalarType 
       blocks.emplace_back(&product, cut.block(product, block));
     }
   }
-  share_parts(static_cast<int64_t>(blocks.size()), [&](int64_t, int64_t job) {
-    multiply_block(dtype, *blocks[job].first, blocks[job].second);
-  });
+  share_parts(
+      static_cast<int64_t>(blocks.size()),
+      [&](int64_t, int64_t job) { multiply_block(dtype, *blocks[job].first, blocks[job].second); },
+      [&](int64_t job) {
+        const auto& [product, block] = blocks[job];
+        return area_of(block) * static_cast<double>(product->depth);
+      });
 }
 
 void add_by_torch(const at::Tensor& output, const Product& product) {
