@@ -238,7 +238,7 @@ BROKEN = {
         make=without_last,
     ),
     "fresh memory read": Broken(
-        "values", r"21 of them are nan: .* or reads fresh memory", make=added_to_fresh_memory
+        "values", r"21 of them are nan, .* or reads fresh memory", make=added_to_fresh_memory
     ),
     "strides ignored": Broken(
         "layouts",
