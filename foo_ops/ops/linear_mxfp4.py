@@ -118,14 +118,22 @@ def dequantize_mxfp4(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
             f"{name}: scale must have a column for each 32 of the numbers of weight, "
             f"got shapes {list(scale.shape)} and {list(weight.shape)}"
         )
-    # Of both signs, in the order of codes.
-    numbers = torch.tensor([*NUMBERS, *(-it for it in NUMBERS)], device=weight.device)
-    codes = torch.stack((weight & 15, torch.bitwise_right_shift(weight, 4)), -1).flatten(-2)
-    wide = numbers[codes.int()].unflatten(-1, (-1, GROUP_SIZE)).double()
+    pairs = weight.unflatten(-1, (-1, GROUP_SIZE // 2))
+    # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
+    codes = torch.stack((pairs & 15, torch.bitwise_right_shift(pairs, 4)), -1).flatten(-2)
+    wide = numbers_of(codes).double()
     exponents = scale.int() - EXPONENT_BIAS
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
     powers = powers.masked_fill(scale == NAN_EXPONENT, torch.nan)
     return (wide * powers.unsqueeze(-1)).to(dtype).flatten(-2)
+
+
+def numbers_of(codes: Tensor) -> Tensor:
+    """Return the numbers of codes, by arithmetic, since DTensors have no tables."""
+    magnitude = (codes & 7).float()
+    # Twice the numbers are 0, 1, 2, 3, 4, 6, 8, 12: steps of 1, then 2, then 4.
+    doubled = magnitude + (magnitude - 4).clamp(min=0) + 2 * (magnitude - 6).clamp(min=0)
+    return torch.where(codes >= 8, -0.5, 0.5) * doubled
 
 
 # ------------------------------------------------------------------------------- foo::linear_mxfp4

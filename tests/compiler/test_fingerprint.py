@@ -16,8 +16,8 @@ from numba import types as numba_types
 from numba.extending import intrinsic, overload
 
 from foo_ops import language
-from foo_ops.kernels import table
 from foo_ops.kernels.compiler.fingerprint import fingerprint
+from foo_ops.kernels.compiler.kernel import Maker
 from foo_ops.kernels.user.sources import UserKernel
 
 
@@ -211,11 +211,16 @@ def test_functions_that_call_each_other():
     assert fingerprint(made_of(code.format(1))) != fingerprint(made_of(code.format(2)))
 
 
+MAKERS = tuple(
+    Maker(f"foo_ops.kernels.user.{kind}", f"make_{kind}_kernel") for kind in ("elementwise", "tile")
+)
+
+
 def test_what_makes_the_kernel_and_its_options_count():
     function = made_of("f = lambda x: x")
     kernels = [
         UserKernel("mylib::f", (function,), maker, options)
-        for maker in (table.TILE, table.ELEMENTWISE)
+        for maker in MAKERS
         for options in ((("tensor",),), (("tensor?",),))
     ]
     assert len({kernel.fingerprint("float32") for kernel in kernels}) == len(kernels)

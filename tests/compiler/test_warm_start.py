@@ -199,6 +199,6 @@ def test_limit_that_is_none(tmp_path):
     program = "import torch; print(torch.ops.foo.abs(torch.tensor([-1.0])).item())"
     assert run(program, tmp_path, FOO_CACHE_LIMIT="much") == (
         "1.0",
-        "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got 'much': 1G is "
+        "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got 'much'; 1G is "
         "used",
     )

@@ -289,7 +289,7 @@ def _refuse_weights(function: str, options: Options, return_attn_probs: bool) ->
     if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
             f"{function}: return_attn_probs must be False if dropout_p is above 0, since the "
-            "weights are never in memory as a whole, got True"
+            "attention weights are never in memory as a whole, got True"
         )
 
 

@@ -308,7 +308,7 @@ struct Parameters {
   int64_t score_function, masked_score_function, gradient_function;
   int64_t windows, mask_batch_stride, mask_head_stride, mask_columns;
   int64_t mask_query_block, mask_key_block;
-  // Addresses of functions of the backward pass: see Turns in backward.cpp.
+  // Addresses of functions of the backward pass: see Turns in passes.cpp.
   int64_t begin_turn, end_turn;
   const int32_t* block_table;
   const int64_t* programs;
