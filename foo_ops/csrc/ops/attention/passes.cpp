@@ -310,7 +310,7 @@ namespace {
 // not wait for each other. The number does not depend on the threads, so neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
 // The keys of their blocks are then split, and also if there are few blocks, into about this many
-// pieces in all. Blocks with more keys than kLeastSplit are split.
+// pieces in all, if there is much work. Blocks with more keys than kLeastSplit are split.
 constexpr int64_t kFewBlocks = 64, kBackwardBlocks = 256, kLeastSplit = 512;
 constexpr int64_t kRowsOfRange = 64;
 
@@ -799,8 +799,8 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
     // Sums of a block's rows are not split.
     const bool has_few_blocks =
         families < kBackwardPieces || static_cast<int64_t>(blocks.size()) < kFewBlocks;
-    if (has_few_blocks && !has_other_sums && !parameters.has_alibi_slopes &&
-        !parameters.has_sinks) {
+    if (has_few_blocks && have_much_work(blocks) && !has_other_sums &&
+        !parameters.has_alibi_slopes && !parameters.has_sinks) {
       parts.emplace(parameters, blocks, type);
     }
     std::vector<KeyHead> key_heads;

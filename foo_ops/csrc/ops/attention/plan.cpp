@@ -129,13 +129,15 @@ void MaskBounds::narrow(Piece& piece) const {
 
 namespace {
 
-// Keys are split if there are fewer blocks than kEnoughPieces, into about kSplitPieces in all, of
-// at least this many keys. The numbers do not depend on the threads, so neither do the sums.
-constexpr int64_t kEnoughPieces = 64, kSplitPieces = 128;
-constexpr int64_t kSplitLength = 512, kSplitLengthOfFew = 1024;
-// Merged blocks per thread that remain. The largest is at most one of kPartsOfThread of the work
-// per other thread: all others may wait for the one that runs it last.
-constexpr int64_t kBlocksOfThread = 4, kPartsOfThread = 6;
+// Keys are split if there are fewer blocks than kEnoughPieces, into about as many pieces in all, of
+// at least kSplitLength keys. With much work there are more and shorter pieces. The numbers do not
+// depend on the threads, so neither do the sums.
+constexpr int64_t kEnoughPieces = 64, kSplitLength = 1024;
+constexpr int64_t kPiecesOfMuchWork = 128, kSplitLengthOfMuchWork = 512;
+// Pairs of a query and a key: more than 256 tiles of 128 queries and as many keys are much work.
+constexpr int64_t kLittleWork = int64_t{256} * 128 * 128;
+// Merged blocks per thread that remain.
+constexpr int64_t kBlocksOfThread = 4;
 // Most elements of query and output in a merged block: a megabyte of float32, for caches of one or
 // two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
@@ -339,7 +341,9 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
   const int64_t most = std::min(kQueryBlock, kBlockElements / dims);
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
-  const auto parts = static_cast<double>(std::max<int64_t>(1, kPartsOfThread * (threads - 1)));
+  // All other threads may wait for the one that runs the largest block last. Two threads take 1.05
+  // times as long for a head of 2,048 if no block has more than a sixth of the work.
+  const auto parts = static_cast<double>(std::max<int64_t>(1, 6 * threads - 9));
   double work = 0;
   for (const Piece& piece : pieces) work += static_cast<double>(work_of(piece));
   while (true) {
@@ -372,6 +376,12 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const AttentionOptions& options,
                                    const std::optional<MaskBounds>& bounds) {
   return cut_into_blocks_of(parameters, sequences, options, bounds, usual_block());
+}
+
+bool have_much_work(const std::vector<Piece>& blocks) {
+  int64_t work = 0;
+  for (const Piece& block : blocks) work += work_of(block);
+  return work > kLittleWork;
 }
 
 std::vector<Piece> split_keys(std::vector<Piece>& blocks,
@@ -412,9 +422,10 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
     return plan;
   }
   const auto count = static_cast<int64_t>(blocks.size());
-  const int64_t splits = count < kEnoughPieces ? ceil_divide(kSplitPieces, count) : 1;
-  const int64_t least =
-      rows_of(largest_of(blocks)) <= kFewQueries ? kSplitLengthOfFew : kSplitLength;
+  const bool is_fine = have_much_work(blocks) && rows_of(largest_of(blocks)) > kFewQueries;
+  const int64_t all = is_fine ? kPiecesOfMuchWork : kEnoughPieces;
+  const int64_t splits = count < kEnoughPieces ? ceil_divide(all, count) : 1;
+  const int64_t least = is_fine ? kSplitLengthOfMuchWork : kSplitLength;
   plan.pieces =
       split_keys(blocks, [&](int64_t keys) { return std::max(least, part_of_keys(keys, splits)); });
   plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.key_splits > 1; });

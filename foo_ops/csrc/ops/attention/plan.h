@@ -45,6 +45,10 @@ inline int64_t work_of(const Piece& piece) {
   return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
+// Whether the blocks have enough work for many threads. With less, more pieces cost more than they
+// give: two threads took 1.09 times as long for 4 heads of 1,024 queries and keys in bfloat16.
+bool have_much_work(const std::vector<Piece>& blocks);
+
 // Returns the piece with the most rows, for which a kernel needs the most memory. `pieces` must not
 // be empty.
 const Piece& largest_of(const std::vector<Piece>& pieces);
