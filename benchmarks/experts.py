@@ -211,15 +211,17 @@ def reading(layer: Layer, kind: str) -> Contenders:
         return theirs(module, PEER, hidden, index, scores)
 
     dense: Weights = [module.gate_up_proj.data, module.down_proj.data]
+    hidden, _, scores = layer.inputs()
     return {
-        OURS: partial(in_turns, operator, layer, weights),
-        PEER: partial(in_turns, peer, layer, dense),
+        OURS: partial(in_turns, operator, layer, hidden, scores, weights),
+        PEER: partial(in_turns, peer, layer, hidden, scores, dense),
     }
 
 
-def in_turns(function: Callable[..., Tensor], layer: Layer, weights: Weights) -> Local:
+def in_turns(
+    function: Callable[..., Tensor], layer: Layer, hidden: Tensor, scores: Tensor, weights: Weights
+) -> Local:
     """Choose all experts of all copies in turns."""
-    hidden, _, scores = layer.inputs()
     choices = torch.arange(layer.choices() * layer.experts) % layer.experts
     indices = choices.view(-1, layer.tokens, layer.top_k)[: layer.experts]
     size = sum(it.nbytes for it in weights if it is not None)

@@ -84,14 +84,12 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
         return first_call_table(results)
-    if section in (operators.SECTION, tutorial.SECTION):
+    if section in (operators.SECTION, tutorial.SECTION, experts.FEW_TOKENS):
         return operator_table(content, results, SECTIONS[section].unit)
     if section in (linear.SECTION, linear.FEW_ROWS):
         return linear_table(content, results, SECTIONS[section].unit, ("torch",))
     if section in quantized_linear.SECTIONS:
         return linear_table(content, results, SECTIONS[section].unit, quantized_linear.PEERS)
-    if section == experts.FEW_TOKENS:
-        return linear_table(content, results, SECTIONS[section].unit, (experts.PEER,))
     if section == flex.SECTION:
         return peer_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
@@ -165,7 +163,7 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
                 median(fractions(result, peaks.READ)) if result.references else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(speedups(result, peer)) if peer else NONE,
-                judgement(content, result, against_peer(result) or "reached"),
+                judgement(content, result, verdict(result, content.one_thread(result))),
             ]
         )
     return rows

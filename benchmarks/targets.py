@@ -76,6 +76,8 @@ class Requirement:
 def requirements(result: Result, one_thread: Result | None) -> list[Requirement]:
     """List a row's requirements besides its peers; ``one_thread`` is its row for one thread."""
     workload = result.workload
+    if result.section == experts.FEW_TOKENS:
+        return [Requirement(READ, experts.READ_TARGET, fractions(result, READ))]
     if workload is None:
         return []
     found = []
@@ -181,8 +183,6 @@ def verdict(result: Result, one_thread: Result | None) -> str:
 
 def linear_target(result: Result) -> float:
     """Return the target of a row of linear layers, as a fraction of the peak."""
-    if result.section == experts.FEW_TOKENS:
-        return experts.READ_TARGET
     is_quantized = result.section in quantized_linear.SECTIONS
     return quantized_linear.target(result.name) if is_quantized else linear.target(result.name)
 

@@ -363,7 +363,6 @@ def test_experts_that_are_read_agree(kind, monkeypatch):
     contenders = experts.reading(layer, kind)
     results = []
     for make in contenders.values():
-        torch.manual_seed(0)
         contender = make()
         results.append([contender.results()[0] for _ in range(9)])
     for result, exact in zip(*results, strict=True):
