@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from support.exact import assert_near
 
+import foo_ops
 from foo_ops.testing.checks.matrix import threads
 
+# With more than 256 tiles of 128 x 128 and few blocks, the backward pass splits keys.
+SPLIT = [(1, 1, 1, 2200, 2200), (1, 4, 2, 600, 2000)]
 # Batch, query heads, key heads, queries, keys: threads join heads that others have begun, blocks in
 # chunks, and blocks whose keys are split, also with one chunk.
 SIZES = [
@@ -13,6 +17,7 @@ SIZES = [
     (2, 8, 2, 300, 700),
     (1, 3, 3, 700, 1500),
     (1, 8, 8, 100, 3000),
+    *SPLIT,
 ]
 OPTIONS = [{}, {"is_causal": True}, {"window_left": 200, "window_right": 0}]
 
@@ -41,3 +46,24 @@ def test_results_do_not_depend_on_threads(sizes, options, dtype):
     expected = results(1)
     for count in (2, 5, 16):
         assert all(torch.equal(*pair) for pair in zip(results(count), expected, strict=True)), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", SPLIT, ids=str)
+def test_gradients_of_split_keys(sizes, is_causal, dtype):
+    _, heads, key_heads, queries, keys = sizes
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, queries, 40), (1, key_heads, keys, 40), (1, key_heads, keys, 32)]
+    tensors = [torch.randn(it, generator=generator).to(dtype).requires_grad_() for it in shapes]
+    exact = [it.detach().double().requires_grad_() for it in tensors]
+    query, key, value = exact
+    scores = query @ key.repeat_interleave(heads // key_heads, 1).mT / 40**0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(queries, keys).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(heads // key_heads, 1)
+    found = foo_ops.attention(*tensors, is_causal=is_causal)
+    cotangent = torch.randn(found.shape, generator=generator).to(dtype)
+    gradients = torch.autograd.grad(found, tensors, cotangent)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, exact, cotangent.double())):
+        assert_near(ours, theirs, roundings=64)
