@@ -27,9 +27,9 @@ TOKENS = (1, 8, 768)
 BITS = {"bfloat16": None, "8 bits": 8, "4 bits": 4, "MXFP4": "mxfp4"}
 """Kinds of weights whose reading is measured."""
 BYTES = {"bfloat16": 2, "8 bits": 1, "4 bits": 0.5 + 2 * 2 / 64, "MXFP4": 0.5 + 1 / 32}
-"""Of a weight, with its share of scales and zeros; a row's scale of 8 bits is not counted."""
+"""Bytes of a weight, with its share of scales and zeros, but not of a row's scale for 8 bits."""
 READ_TARGET = 0.70
-"""Of the read bandwidth, for 1 and 8 tokens."""
+"""Fraction of the read bandwidth to reach with 1 and 8 tokens."""
 PEER = "grouped_mm"
 
 
@@ -226,10 +226,7 @@ def in_turns(
     indices = choices.view(-1, layer.tokens, layer.top_k)[: layer.experts]
     size = sum(it.nbytes for it in weights if it is not None)
     copies = -(-peaks.bytes_beyond_the_caches() // size)
-    clones = [
-        weights,
-        *([it if it is None else it.clone() for it in weights] for _ in range(copies - 1)),
-    ]
+    clones = [weights, *(clone(weights) for _ in range(copies - 1))]
     following = itertools.cycle(itertools.product(clones, indices))
 
     def call() -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.operators import FLOATING, dtype_name, holds
 from foo_ops.ops.arguments import require_device
-from foo_ops.ops.linear import linear, product_flops
-from foo_ops.ops.linear_quantized import rows_of
+from foo_ops.ops.linear import linear
+from foo_ops.ops.linear_quantized import flops, rows_of
 
 # ------------------------------------------------------------------------------------- conversion
 
@@ -223,9 +223,4 @@ def sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
 library.register_vmap_rows("foo::linear_mxfp4", "input")
 library.register_nested_rows("foo::linear_mxfp4", "input")
 library.register_autocast("foo::linear_mxfp4")
-
-
-@library.register_flops("foo::linear_mxfp4")
-def flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Count one matrix product, without scale and bias."""
-    return product_flops(input_shape, weight_shape[0])
+library.register_flops("foo::linear_mxfp4")(flops)

@@ -6,12 +6,11 @@ import pickle
 import pytest
 import torch
 from support.exact import Doubles, assert_near, exact_copy
-from support.transformer_models import decoder, run, tokens
+from support.transformer_models import decoder, rounded, run, tokens
 from torch import nn
 from transformers import StaticCache
 from transformers.pytorch_utils import Conv1D
 
-import foo_ops
 from foo_ops.integrations.transformers import apply, replaced, restore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,17 +36,6 @@ def with_rounded_weights(model, bits):
             for weight in ("gate_up_proj", "down_proj"):
                 setattr(layer, weight, rounded(getattr(own, weight), bits, own.is_transposed))
     return twin
-
-
-def rounded(weight, bits, is_transposed):
-    """Return a weight, or those of all experts, rounded to ``bits``."""
-    matrix = weight.detach().cpu()
-    matrix = matrix.mT if is_transposed else matrix
-    rows = matrix.flatten(0, -2)
-    group_size = None if bits == 8 else 64 if rows.shape[1] % 64 == 0 else 32
-    rows = foo_ops.dequantize_weight(*foo_ops.quantize_weight(rows, bits, group_size))
-    numbers = rows.unflatten(0, matrix.shape[:-1])
-    return nn.Parameter((numbers.mT if is_transposed else numbers).double())
 
 
 @pytest.mark.parametrize("bits", [8, 4])

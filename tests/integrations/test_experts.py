@@ -8,13 +8,13 @@ import copy
 import pytest
 import torch
 from support.exact import assert_near
+from support.transformer_models import rounded
 from torch import nn
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers import experts as foo_experts
 
@@ -231,13 +231,7 @@ def with_rounded_weights(module, bits):
     """Return a copy in float64 whose weights are those of the quantised copy."""
     twin = copy.deepcopy(module).double()
     for name in foo_experts.names_of_weights(module):
-        matrix = getattr(module, name).detach()
-        matrix = matrix.mT if module.is_transposed else matrix
-        rows = matrix.flatten(0, 1)
-        group_size = None if bits == 8 else 64 if rows.shape[1] % 64 == 0 else 32
-        numbers = foo_ops.dequantize_weight(*foo_ops.quantize_weight(rows, bits, group_size))
-        numbers = numbers.double().view(matrix.shape)
-        setattr(twin, name, nn.Parameter(numbers.mT if module.is_transposed else numbers))
+        setattr(twin, name, rounded(getattr(module, name), bits, module.is_transposed))
     return twin
 
 

@@ -4,7 +4,7 @@ import torch
 import transformers
 from support.exact import Doubles, exact_copy
 
-import foo_ops.integrations.transformers  # noqa: F401  (registers "foo")
+import foo_ops.integrations.transformers  # registers "foo"
 
 VOCABULARY = 97
 WINDOW = 6
@@ -129,3 +129,14 @@ def run_exactly(model, *inputs, **options):
     twin = exact_copy(model)
     with Doubles():
         return run(twin, "eager", *inputs, **options)
+
+
+def rounded(weight, bits, is_transposed):
+    """Return a weight, or those of all experts, rounded to ``bits``."""
+    matrix = weight.detach().cpu()
+    matrix = matrix.mT if is_transposed else matrix
+    rows = matrix.flatten(0, -2)
+    group_size = None if bits == 8 else 64 if rows.shape[1] % 64 == 0 else 32
+    rows = foo_ops.dequantize_weight(*foo_ops.quantize_weight(rows, bits, group_size))
+    numbers = rows.unflatten(0, matrix.shape[:-1])
+    return torch.nn.Parameter((numbers.mT if is_transposed else numbers).double())

@@ -227,12 +227,12 @@ def agrees(module: Any) -> bool:
         # The norm's own weights have the size of the module's results.
         depth = weights_of(module)[1].shape[1]
     width = 2 * columns if module.has_gate else columns
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = {first: random(experts, width, depth), "down_proj": random(experts, depth, columns)}
+    first, second = names_of_weights(module)
+    weights = {first: random(experts, width, depth), second: random(experts, depth, columns)}
     if module.is_transposed:
         weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
     if module.has_bias:
-        biases = {f"{first}_bias": random(experts, width), "down_proj_bias": random(experts, depth)}
+        biases = {f"{first}_bias": random(experts, width), f"{second}_bias": random(experts, depth)}
         weights |= biases
     sizes = torch.logspace(-2, 3, tokens, dtype=torch.float64)
     hidden, scores = random(tokens, depth) * sizes[:, None], random(tokens, top_k).softmax(-1)

@@ -322,11 +322,11 @@ class FooQuantizedLinear(Quantized):
 def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
     """Whether a layer's copy may stand for its weight.
 
-    It may not where `torch.func` has wrapped the weight to differentiate or map over it.
+    It may not where `torch.func` has wrapped the weight.
     """
     if weight is None or not can_multiply(input, weight, bias):
         return False
-    return torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(weight)
+    return is_unwrapped(weight)
 
 
 def quantized_product(
@@ -361,7 +361,7 @@ class FooQuantizedExperts(Quantized, FooExperts):
         arguments = hidden_states, top_k_index, top_k_weights
         up, down, *biases = weights_of(self)
         is_ours = is_served(hidden_states, top_k_weights, up, down, *biases)
-        if self.training or not is_ours or not are_unwrapped(up, down):
+        if self.training or not is_ours or not (is_unwrapped(up) and is_unwrapped(down)):
             return super().forward(*arguments)
         # Each expert multiplies this many rows, on average.
         looks_at_all = top_k_index.numel() >= MANY_ROWS * up.shape[0]
@@ -384,9 +384,9 @@ def can_be_copied(weight: Tensor | None) -> bool:
     return weight is None or weight.dim() < 3 or weight.is_contiguous()
 
 
-def are_unwrapped(*weights: Tensor) -> bool:
-    """Whether copies may stand for weights: see `is_multiplied`."""
-    return torch.compiler.is_compiling() or not any(map(is_functorch_wrapped_tensor, weights))
+def is_unwrapped(weight: Tensor) -> bool:
+    """Whether `torch.func` has not wrapped a weight, to differentiate or map over it."""
+    return torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(weight)
 
 
 QUANTIZED: tuple[type[Quantized], ...] = (FooQuantizedLinear, FooQuantizedExperts)
