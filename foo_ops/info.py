@@ -38,6 +38,12 @@ VECTOR_UNITS = {
 }
 """LLVM's feature names, and their common names."""
 
+BINDINGS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+FEWEST_TO_BIND = 4
+"""With fewer threads, the system seldom moves them."""
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 VARIABLES = re.compile(r"FOO_|NUMBA_|OMP_|MKL_|GOMP_|KMP_|TORCH|PYTORCH|LD_PRELOAD$")
 
 
@@ -51,6 +57,7 @@ def report() -> str:
         "Devices": devices,
         "Kernel cache": kernel_cache,
         "Environment": environment,
+        "Advice": advice,
     }
     facts = {title: rows_or_reason(section) for title, section in sections.items()}
     width = max(len(name) for rows in facts.values() for name, _ in rows)
@@ -141,6 +148,8 @@ def threads() -> Rows:
         ("torch threads", f"{torch.get_num_threads()}"),
         ("torch interop", f"{torch.get_num_interop_threads()}"),
         ("OpenMP", known(openmp_threads)),
+        ("binding", binding()),
+        ("NUMA nodes", known(lambda: f"{len(usable_nodes())}")),
     ]
 
 
@@ -156,12 +165,48 @@ def openmp_threads() -> str:
     return f"{size[1] if size else 'unknown'}, {', '.join(runtimes) or 'no runtime loaded'}"
 
 
+def binding() -> str:
+    """Return how threads are bound to cores, or that they are not."""
+    found = [f"{name}={os.environ[name]}" for name in BINDINGS if os.environ.get(name)]
+    return ", ".join(found) or "none, threads may move between the processors"
+
+
+def usable_nodes() -> list[str]:
+    """Return the NUMA nodes that have processors of this process."""
+    usable = os.sched_getaffinity(0)
+    lists = sorted(Path("/sys/devices/system/node").glob("node*/cpulist"))
+    return [it.parent.name for it in lists if usable & numbers_of(it.read_text())]
+
+
+def numbers_of(text: str) -> set[int]:
+    """Read a list of Linux: ``numbers_of("0-2,8")`` is ``{0, 1, 2, 8}``."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for it in ranges for number in range(int(it[0]), int(it[-1]) + 1)}
+
+
+def usable_cores() -> int:
+    """Return the number of cores: two hardware threads of a core count once."""
+    siblings = {
+        Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list").read_text()
+        for number in os.sched_getaffinity(0)
+    }
+    return len(siblings)
+
+
+def huge_pages() -> str:
+    """Return Linux's setting: ``always``, ``madvise`` (for programs that ask) or ``never``."""
+    (chosen,) = re.findall(r"\[(\w+)\]", HUGE_PAGES.read_text())
+    return str(chosen)
+
+
 def memory() -> Rows:
     meminfo = Path("/proc/meminfo").read_text()
     kibibytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
     return [
         ("total memory", amount(int(kibibytes["MemTotal"]) * 1024)),
         ("available", amount(int(kibibytes["MemAvailable"]) * 1024)),
+        ("huge pages", known(huge_pages)),
+        ("of freed results", "{} of at most {}".format(*map(amount, foo_ops._C.result_memory()))),
     ]
 
 
@@ -207,6 +252,23 @@ def writable(folder: Path) -> str:
 def environment() -> Rows:
     rows = [(name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name)]
     return rows or [("none", "no FOO_, NUMBA_, OMP_, MKL_ or TORCH variable is set")]
+
+
+def advice() -> Rows:
+    """List what would make operators faster on this machine; docs/threads.md explains each."""
+    count, cores, nodes = torch.get_num_threads(), usable_cores(), len(usable_nodes())
+    found = []
+    if count > cores:
+        found.append(
+            ("threads", f"{count} threads share {cores} cores: torch.set_num_threads({cores})")
+        )
+    if nodes > 1:
+        found.append(("NUMA nodes", f"start one process on each of the {nodes} nodes"))
+    if count >= FEWEST_TO_BIND and not any(os.environ.get(name) for name in BINDINGS):
+        found.append(("binding", "bind threads to cores: OMP_PROC_BIND=close OMP_PLACES=cores"))
+    if not HUGE_PAGES.exists() or huge_pages() == "never":
+        found.append(("huge pages", f"allow them in {HUGE_PAGES}: madvise"))
+    return found or [("none", "threads and memory are set up well")]
 
 
 def amount(size: float) -> str:

@@ -26,6 +26,7 @@ def printed(tmp_path_factory):
     old.write_bytes(bytes(100))
     os.utime(old, (time.time() - 7_300,) * 2)
     settings = {"FOO_CACHE_DIR": str(cache), "FOO_DEVICE_COUNT": "3", "OMP_NUM_THREADS": "1"}
+    settings["FOO_RESULT_MEMORY"] = "1536M"
     process = python(module("foo_ops.info"), **settings)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout, settings
@@ -73,6 +74,8 @@ def test_memory(printed):
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert value(report, "total memory") == info.amount(physical)
     assert value(report, "available").endswith("iB")
+    assert value(report, "huge pages") in ("always", "madvise", "never")
+    assert value(report, "of freed results") == "0 B of at most 1.5 GiB"
 
 
 def test_devices(printed):
@@ -129,6 +132,47 @@ def test_cache_file_of_another_name(tmp_path, monkeypatch):
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
     (tmp_path / "stray.o").write_bytes(b"")
     assert info.kernel_cache()[1] == ("compiled", "1 kernel, 0 B")
+
+
+def advised(monkeypatch, threads=2, cores=2, nodes=1, huge="madvise", **environment):
+    for name in info.BINDINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, setting in environment.items():
+        monkeypatch.setenv(name, setting)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(info, "usable_cores", lambda: cores)
+    monkeypatch.setattr(info, "usable_nodes", lambda: [f"node{it}" for it in range(nodes)])
+    monkeypatch.setattr(info, "huge_pages", lambda: huge)
+    return info.advice()
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows"),
+    [
+        ({}, [("none", "threads and memory are set up well")]),
+        (
+            {"threads": 3},
+            [("threads", "3 threads share 2 cores: torch.set_num_threads(2)")],
+        ),
+        (
+            {"threads": 16, "cores": 16},
+            [("binding", "bind threads to cores: OMP_PROC_BIND=close OMP_PLACES=cores")],
+        ),
+        (
+            {"threads": 16, "cores": 16, "nodes": 2, "OMP_PROC_BIND": "close"},
+            [("NUMA nodes", "start one process on each of the 2 nodes")],
+        ),
+        ({"huge": "never"}, [("huge pages", f"allow them in {info.HUGE_PAGES}: madvise")]),
+    ],
+)
+def test_advice(monkeypatch, machine, rows):
+    assert advised(monkeypatch, **machine) == rows
+
+
+def test_lists_of_processors():
+    assert info.numbers_of("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert info.numbers_of("\n") == set()
+    assert 1 <= info.usable_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_facts_that_cannot_be_read_are_unknown(monkeypatch):

@@ -20,6 +20,7 @@
 #include "device/host_allocator.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
+#include "launch/memory.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
@@ -193,6 +194,11 @@ void bind_kernels(py::module_& module) {
   module.def("end_bounds_checks", &foo::end_bounds_checks);
   module.def("guard_memory", &foo::device::guard_memory);
   module.def("end_guarded_memory", &foo::device::end_guarded_memory);
+  module.def("result_memory", [] {
+    const auto [waiting_bytes, most_waiting_bytes] = foo::result_memory_figures();
+    return py::make_tuple(waiting_bytes, most_waiting_bytes);
+  });
+  module.def("release_result_memory", &foo::release_result_memory);
 }
 
 void bind_autograd(py::module_& module) {

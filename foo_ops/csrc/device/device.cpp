@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "launch/fork_mutex.h"
+#include "launch/memory.h"
 #include "launch/registration.h"
 
 namespace foo::device {
@@ -38,26 +39,6 @@ c10::DeviceIndex read_device_count() {
   return static_cast<c10::DeviceIndex>(count);
 }
 
-// Returns a unit's power of two.
-std::optional<int> exponent_of(std::string_view unit) {
-  if (unit.empty()) return 0;
-  if (unit == "K") return 10;
-  if (unit == "M") return 20;
-  if (unit == "G") return 30;
-  return std::nullopt;
-}
-
-std::optional<size_t> read_memory_limit() {
-  const char* text = std::getenv("FOO_MEMORY_LIMIT");
-  if (text == nullptr) return std::nullopt;
-  const auto [number, unit] = read_number(text).value_or(std::pair(0, "no number"));
-  const auto exponent = exponent_of(unit);
-  TORCH_CHECK_VALUE(
-      exponent.has_value() && number <= (size_t{1} << 62 >> *exponent),
-      "FOO_MEMORY_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got '", text, "'");
-  return number << *exponent;
-}
-
 }  // namespace
 
 c10::DeviceIndex device_count() {
@@ -66,7 +47,7 @@ c10::DeviceIndex device_count() {
 }
 
 std::optional<size_t> memory_limit() {
-  static const std::optional<size_t> limit = read_memory_limit();
+  static const std::optional<size_t> limit = bytes_of_variable("FOO_MEMORY_LIMIT");
   return limit;
 }
 

@@ -127,6 +127,9 @@ class HostAllocator final : public c10::Allocator {
       // Empty tensors have no memory.
       const bool is_guarded = guards_memory() && bytes > 0;
       if (C10_UNLIKELY(is_guarded)) return allocate_guarded(*host_allocator, bytes);
+      if (C10_UNLIKELY(bytes >= kLargeResult && NewResults::lives())) {
+        if (c10::DataPtr memory = allocate_result(bytes)) return memory;
+      }
       return host_allocator->allocate(bytes);
     }
     return allocate_on(target_of_host_tensors, bytes, c10::Device(c10::kCPU));

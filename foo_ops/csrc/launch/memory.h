@@ -1,14 +1,17 @@
-// Memory of a call: who may use the device's, huge pages for results, and snapshots of numbers.
+// Memory of a call: who may use the device's, that of large results, and snapshots of numbers.
 
 #pragma once
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
 
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 namespace foo {
 
@@ -50,23 +53,56 @@ class DeviceAccess {
   AccessListener* listener_;
 };
 
-// The first write to new memory costs more than the work on it: the system clears the memory page
-// by page, and the first touch of each page is a fault.
+// Memory of large results. The first write to new memory costs more than the work on it: the system
+// clears the memory page by page, and the first touch of each page is a fault. So results have huge
+// pages, and the memory of freed ones waits for later ones. The system may take the pages of
+// waiting memory at any time.
+//
+// With huge pages, abs of float32 into a new result of 32 and 128 MB took 0.36 and 0.22 of the
+// time, on a Zen 3 under a hypervisor.
 
 // Bytes of a huge page.
 inline constexpr size_t kHugePage = size_t{2} << 20;
+// Fewest bytes of a large result; the C library keeps smaller blocks itself.
+inline constexpr size_t kLargeResult = 2 * kHugePage;
 
-// Requests huge pages for the memory of a result that nobody has written yet, and returns it.
-// Memory that PyTorch reuses keeps its pages, and foo's allocator has huge ones.
-//
-// With this, abs of float32 into a new result of 32 and 128 MB took 0.36 and 0.22 of the time, on a
-// Zen 3 under a hypervisor.
-at::Tensor in_huge_pages(at::Tensor result);
+// Returns memory for a large result, or nothing if the system has none.
+c10::DataPtr allocate_result(size_t bytes);
+
+struct ResultMemoryFigures {
+  // Of freed results, and their limit: FOO_RESULT_MEMORY, or a 16th of the machine's memory.
+  size_t waiting_bytes, most_waiting_bytes;
+};
+ResultMemoryFigures result_memory_figures();
+
+// Returns the memory of freed results to the system.
+void release_result_memory();
+
+// While an instance lives, this thread's new CPU tensors are results.
+class NewResults {
+ public:
+  NewResults() : outer_(std::exchange(lives_, true)) {}
+  ~NewResults() { lives_ = outer_; }
+  NewResults(const NewResults&) = delete;
+  NewResults& operator=(const NewResults&) = delete;
+
+  static bool lives() { return lives_; }
+
+ private:
+  static inline thread_local bool lives_ = false;
+
+  bool outer_;
+};
 
 // Returns a new, uninitialized tensor, for a result or as scratch memory.
 inline at::Tensor new_tensor(c10::IntArrayRef sizes, const at::TensorOptions& options) {
-  return in_huge_pages(at::empty(sizes, options));
+  const NewResults results;
+  return at::empty(sizes, options);
 }
+
+// Returns the bytes that an environment variable gives, if it is set. Raises if it is no number of
+// bytes.
+std::optional<size_t> bytes_of_variable(const char* name);
 
 // Snapshots of numbers, such as indices, that are checked before they are used.
 

@@ -64,10 +64,11 @@ at::TensorIterator make_iterator(const Operands& operands, at::TensorList output
 // A TensorIterator allocates outputs of one dtype only. The others get the memory layout of the
 // first.
 void allocate_of_several_types(Operands& operands) {
+  const NewResults results;
   const auto iterator = make_iterator(operands, {at::Tensor()});
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
-    operands.outputs[i] = in_huge_pages(at::empty_like(
-        iterator.output(), iterator.output().options().dtype(operands.output_types[i])));
+    operands.outputs[i] = at::empty_like(
+        iterator.output(), iterator.output().options().dtype(operands.output_types[i]));
   }
 }
 
@@ -76,11 +77,11 @@ void run_iterator(Operands& operands, Kernel& kernel, const Signature& signature
   const bool is_of_one_type =
       std::all_of(types.begin(), types.end(), [&](auto type) { return type == types.front(); });
   if (!operands.outputs_are_given() && !is_of_one_type) allocate_of_several_types(operands);
-  auto iterator = make_iterator(operands, operands.outputs);
-  const bool are_new = !operands.outputs_are_given();
-  for (size_t i = 0; i < operands.outputs.size(); ++i) {
-    operands.outputs[i] = are_new ? in_huge_pages(iterator.output(i)) : iterator.output(i);
-  }
+  auto iterator = [&] {
+    const NewResults results;
+    return make_iterator(operands, operands.outputs);
+  }();
+  for (size_t i = 0; i < operands.outputs.size(); ++i) operands.outputs[i] = iterator.output(i);
   if (iterator.numel() == 0) return;
   auto* function = kernel.get<ElementwiseFunction>(signature);
   iterator.for_each([function, scalars = operands.scalars.data()](
@@ -105,10 +106,10 @@ bool can_run_contiguous(const Operands& operands) {
 }
 
 at::Tensor allocate(const at::Tensor& like, at::ScalarType dtype) {
+  const NewResults results;
   const auto options = like.options().dtype(dtype);
   // Bypass the dispatcher, which takes a tenth of a microsecond.
-  return in_huge_pages(like.is_cpu() ? at::cpu::empty(like.sizes(), options)
-                                     : at::empty(like.sizes(), options));
+  return like.is_cpu() ? at::cpu::empty(like.sizes(), options) : at::empty(like.sizes(), options);
 }
 
 void run_contiguous(Operands& operands, Kernel& kernel, const Signature& signature) {

@@ -268,8 +268,9 @@ namespace {
 // Returns an undefined tensor for a missing result.
 at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
   if (layout.dtype == at::ScalarType::Undefined) return at::Tensor();
-  return in_huge_pages(at::empty_strided(layout.sizes, layout.strides,
-                                         at::TensorOptions().dtype(layout.dtype).device(device)));
+  const NewResults results;
+  return at::empty_strided(layout.sizes, layout.strides,
+                           at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
 // Whether a written argument shares elements with another input.
