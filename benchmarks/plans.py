@@ -41,16 +41,18 @@ class Case:
     """A call with ``tiles`` tiles of work.
 
     ``tile`` is the multiplications of one if jobs with the same keys add to it in turn, else 0.
+    ``family`` names the processors whose matrix products are PyTorch's.
     """
 
     name: str
     call: Callable[[], object]
     tiles: int
     tile: float
+    family: str = "none"
 
     def plan(self, threads: int) -> list[_C.PlannedLoop]:
-        """The parallel loops of the call on so many threads, with our own matrix products."""
-        family = _C.set_torch_products("none")
+        """The parallel loops of the call on so many threads."""
+        family = _C.set_torch_products(self.family)
         try:
             with torch_threads(threads), torch.no_grad():
                 return _C.plan_of(self.call)
@@ -212,10 +214,16 @@ def flex(heads: int, length: int, *, backward: bool = False) -> Case:
     )
 
 
-def linear(rows: int, width: int, outputs: int, *, gradients: bool = False) -> Case:
-    """A linear layer in bfloat16, or its gradients of input and weight."""
-    inputs, weight = (empty(size, width, dtype=torch.bfloat16) for size in (rows, outputs))
-    gradient = empty(rows, outputs, dtype=torch.bfloat16)
+def linear(
+    rows: int, width: int, outputs: int, *, gradients: bool = False, by_mkl: bool = False
+) -> Case:
+    """A linear layer, or its gradients of input and weight.
+
+    It is in bfloat16, or in float32 by MKL, as on Intel's processors.
+    """
+    dtype = torch.float32 if by_mkl else torch.bfloat16
+    inputs, weight = (empty(size, width, dtype=dtype) for size in (rows, outputs))
+    gradient = empty(rows, outputs, dtype=dtype)
 
     def forward_call() -> object:
         return torch.ops.foo.linear(inputs, weight)
@@ -227,11 +235,13 @@ def linear(rows: int, width: int, outputs: int, *, gradients: bool = False) -> C
     products = [(blocks[0], blocks[2])]
     if gradients:
         products = [(blocks[0], blocks[1]), (blocks[2], blocks[1])]
+    name = f"linear{' gradients' if gradients else ''}{' by MKL' if by_mkl else ''}"
     return Case(
-        f"linear{' gradients' if gradients else ''} {rows} x {width} x {outputs}",
+        f"{name} {rows} x {width} x {outputs}",
         gradients_call if gradients else forward_call,
         min(bands * columns for bands, columns in products),
         0.0,
+        "intel-avx512" if by_mkl else "none",
     )
 
 
@@ -256,6 +266,8 @@ def cases() -> list[Case]:
         flex(8, 2048, backward=True),
         linear(1024, 1024, 2816),
         linear(1024, 1024, 2816, gradients=True),
+        linear(1024, 1024, 2816, by_mkl=True),
+        linear(1024, 1024, 2816, gradients=True, by_mkl=True),
         linear(1, 4096, 4096),
     ]
 

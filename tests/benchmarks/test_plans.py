@@ -34,6 +34,11 @@ CASES = [
         linear(*sizes, gradients=True)
         for sizes in ((1024, 1024, 1024), (2048, 2816, 1024), (3000, 1000, 2000))
     ),
+    *(
+        linear(*sizes, gradients=gradients, by_mkl=True)
+        for sizes in ((1024, 1024, 1024), (4096, 2048, 4096), (3000, 1000, 2000))
+        for gradients in (False, True)
+    ),
 ]
 
 

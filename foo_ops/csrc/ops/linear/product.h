@@ -153,6 +153,7 @@ inline int64_t least_blocks() {
 struct Cut {
   int64_t rows, columns;
 
+  Cut(int64_t rows, int64_t columns) : rows(rows), columns(columns) {}
   Cut(const Product& product, int64_t most_rows, int64_t most_columns, int64_t least)
       : rows(part_of(product.rows, most_rows, kTile / 2)),
         columns(part_of(product.columns, most_columns, kTile)) {
