@@ -192,9 +192,9 @@ namespace {
 // for Intel's AVX-512 takes 1.02 times as long for blocks of 1024 x 1024 as for the whole, 1.05 for
 // 512 x 512 and 1.08 for 256 x 512; and three times as long for few rows with less than 256
 // columns. So blocks have sides from kLeastSide on until there is one for each of kFewestBlocks
-// threads, and from kUsualSide on until there are kMostBlocks. There, one thread has 0.88 to 0.93 of
-// MKL's speed in float32 for 1024 rows, and 1.1 for 4096; up to 16 threads have equal work, where
-// blocks of 2^30 multiplications left 10 of 16 idle for 1024 x 1024 x 2816.
+// threads, and from kUsualSide on until there are kMostBlocks. There, one thread has 0.88 to 0.93
+// of MKL's speed in float32 for 1024 rows, and 1.1 for 4096; up to 16 threads have equal work,
+// where blocks of 2^30 multiplications left 10 of 16 idle for 1024 x 1024 x 2816.
 constexpr int64_t kLargestSide = 1024, kUsualSide = 512, kLeastSide = 256;
 constexpr double kFewestBlocks = 16, kMostBlocks = 64;
 // Elements: blocks begin with a cache line.
