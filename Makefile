@@ -145,7 +145,7 @@ reliability: $(VENV)/.with-pytest
 	$(BIN)/python tests/reliability.py
 
 bench: $(VENV)/.with-bench
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(THREADS:%=--threads %)
 
 # Strict: a broken link fails.
 docs: $(VENV)/.with-docs

@@ -17,7 +17,7 @@ from benchmarks import cases, peaks, report, results_file
 from benchmarks.awake import processors_awake
 from benchmarks.cores import one_core
 from benchmarks.first_call import CALLS, measure_first_calls
-from benchmarks.measure import Limits, Result, measure
+from benchmarks.measure import THREADS, Limits, Result, measure
 from benchmarks.plots import save_plots
 from benchmarks.publish import Published, publish
 from foo_ops import info
@@ -51,12 +51,12 @@ def main() -> None:
         return
     start = time.monotonic()
     with processors_awake():
-        for results, sentence in run(MODES[options.mode], options.only):
+        for results, sentence in run(MODES[options.mode], options.only, options.threads):
             results_file.save(options.output, results, options.mode, sentence)
     minutes = (time.monotonic() - start) / 60
     content = results_file.load(options.output)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    report.print_tables(console, content)
+    report.print_tables(console, content, with_efficiency=bool(options.threads))
     plots = save_plots(content, options.output.parent)
     for path in (options.output, *(options.output.parent / name for name in plots)):
         console.print(f"Written: {path}", soft_wrap=True)
@@ -88,6 +88,11 @@ def parse_options() -> argparse.Namespace:
         metavar="SECTION",
         help="the tables to measure; others that the results file has of this machine stay",
     )
+    parser.add_argument(
+        "--threads",
+        type=thread_counts,
+        help="numbers of threads, as in 1,2,4: also print how efficiently rows use them",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
     parser.add_argument(
         "--publish",
@@ -98,15 +103,27 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str]]:
+def thread_counts(text: str) -> tuple[int, ...]:
+    """Read numbers of threads: ``thread_counts("1,2")`` is ``(1, 2)``."""
+    processors = info.usable_processors()
+    counts = tuple(sorted({int(it) for it in text.split(",")}))
+    if counts[0] < 1 or counts[-1] > processors:
+        raise argparse.ArgumentTypeError(f"they must be from 1 to {processors}, got {text}")
+    return counts
+
+
+def run(
+    mode: Mode, sections: Sequence[str], counts: tuple[int, ...] | None = None
+) -> Iterator[tuple[list[Result], str]]:
     """Measure the rows of these tables; yield all results after each table.
 
     Each yield also has a sentence if two threads get one core only, else an empty one.
     """
-    processors = info.usable_processors()
-    todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]
+    usable = tuple(count for count in THREADS if count <= info.usable_processors())
+    threads = counts or usable
+    todo = [it for it in cases.cases(mode.sizes, threads, counts) if dashed(it.section) in sections]
     first_calls = mode.first_calls if "first-call" in sections else ()
-    rates = peaks.measure_peaks(processors, mode.limits.rounds)
+    rates = peaks.measure_peaks(threads, mode.limits.rounds)
     results = [it for it in rates if dashed(it.section) in sections]
     sentence = one_core(rates, peaks.FMA)
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.measure import OURS, THREADS, Contenders, Local, torch_threads
+from benchmarks.measure import OURS, Contenders, Local
 from benchmarks.workload import Workload
 from benchmarks.zentorch_process import Zentorch
 from foo_ops.ops.attention.dense import attention
@@ -122,11 +122,6 @@ def flex(workload: Workload) -> Local:
     )
     if workload.is_packed:
         function = with_batch(function)
-    inputs = dataclasses.replace(workload, copies=1).inputs()[0]
-    for threads in THREADS:
-        # Compiled at the first call for each number of threads, which is a constant in the code.
-        with torch_threads(threads):
-            function(*inputs)
     return local(workload, function)
 
 

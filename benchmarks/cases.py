@@ -26,7 +26,7 @@ from benchmarks import (
     quantized_linear,
     tutorial,
 )
-from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
+from benchmarks.measure import OURS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
 from foo_ops.library.operators import dtype_name
@@ -100,19 +100,25 @@ QUICK = Sizes(
 )
 
 
-def cases(sizes: Sizes, processors: int) -> list[Case]:
-    threads = tuple(count for count in THREADS if count <= processors)
+def cases(
+    sizes: Sizes, threads: tuple[int, ...], single: tuple[int, ...] | None = None
+) -> list[Case]:
+    """List the cases, most of them on each number of threads.
+
+    Rows of what no number of threads is asked of have the numbers ``single``: by default the last.
+    """
+    single = single or threads[-1:]
     return [
         *call_cases(),
-        *abs_cases(sizes.elements, threads[-1]),
+        *(it for count in single for it in abs_cases(sizes.elements, count)),
         *device.cases(sizes.elements, threads[-1]),
         *operators.cases(operators.SECTION, operators.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *linear.cases(sizes.dtypes, threads),
         *quantized_linear.cases(sizes.dtypes, threads),
-        *experts.cases(sizes.experts, threads[-1]),
+        *(it for count in single for it in experts.cases(sizes.experts, count)),
         *linear_cross_entropy.cases(sizes.tokens, sizes.classes, FEW_DTYPES, threads),
         *operators.cases(tutorial.SECTION, tutorial.OPERATORS, sizes.rows, sizes.dtypes, threads),
-        *examples.cases(sizes.rows, threads[-1]),
+        *(it for count in single for it in examples.cases(sizes.rows, count)),
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),
         *(attention_case(workload, threads) for workload in single_head_workloads(sizes)),
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
@@ -120,7 +126,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
         *flex.cases(sizes.flex, FEW_DTYPES),
         *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
-        *models.cases(sizes.model, threads[-1]),
+        *(it for count in single for it in models.cases(sizes.model, count)),
         # Last: it computes gradients in a thread of foo, whose OpenMP workers stay. With more
         # threads than processors OpenMP does not spin, and calls that take 160 us on two threads
         # take 250 from then on.

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import foo_ops
-from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
+from benchmarks.measure import OURS, Case, Contenders, Local
 from foo_ops.ops.attention.dense import attention
 
 SECTION = "flex attention"
@@ -210,11 +210,6 @@ def local(row: Row, name: str, function: Function, inputs: list[Tensor]) -> Loca
     # Dense attention sees more keys, so only shapes are compared.
     compared = shape_of if row.peer == DENSE else torch.clone
     if row.direction == "forward":
-        if name == COMPILED:
-            # Compiled at the first call for each number of threads.
-            for threads in THREADS:
-                with torch_threads(threads), torch.no_grad():
-                    function(*inputs)
         return Local(partial(function, *inputs), torch.no_grad, compared)
     result = function(*inputs)
     output, *learned = result if isinstance(result, tuple) else (result,)

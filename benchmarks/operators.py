@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import foo_ops
 from benchmarks import peaks
-from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
+from benchmarks.measure import OURS, Case, Contenders, Local
 from foo_ops.demo.model import OPERATORS as BUNDLES
 
 SECTION = "operators"
@@ -147,7 +146,7 @@ def compiled(function: Function) -> Function:
 
 
 def forward(function: Function, inputs: list[Tensor]) -> Local:
-    return ready(partial(function, *inputs), torch.no_grad)
+    return Local(partial(function, *inputs), torch.no_grad)
 
 
 def backward(function: Function, inputs: list[Tensor]) -> Local:
@@ -157,7 +156,7 @@ def backward(function: Function, inputs: list[Tensor]) -> Local:
         gradients = [torch.ones_like(output) for output in outputs]
         wanted = [input for input in inputs if input.requires_grad]
         gradient = partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True)
-        return ready(gradient)
+        return Local(gradient)
 
 
 def both(function: Function, inputs: list[Tensor]) -> Local:
@@ -172,20 +171,12 @@ def both(function: Function, inputs: list[Tensor]) -> Local:
     def step() -> Any:
         return torch.autograd.grad(results_of(function, inputs), wanted, gradients)
 
-    return ready(step)
+    return Local(step)
 
 
 def results_of(function: Function, inputs: list[Tensor]) -> Sequence[Tensor]:
     outputs = function(*inputs)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-
-def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
-    """Call the function for each number of threads, for which Dynamo recompiles."""
-    for threads in THREADS:
-        with torch_threads(threads), context():
-            function()
-    return Local(function, context)
 
 
 PASSES: Mapping[str, Callable[[Function, list[Tensor]], Local]] = {

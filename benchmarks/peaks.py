@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from benchmarks.cores import processors_by_core
-from benchmarks.measure import THREADS, Reference, Result
+from benchmarks.measure import Reference, Result
 from foo_ops.kernels.compiler import cache, emit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_matrix_unit, vector_bits
@@ -190,7 +190,7 @@ def compute_peak(dtype: str) -> str:
     return BF16_DOT if dtype == "bfloat16" and has_bfloat16_dot() else FMA
 
 
-def measure_peaks(processors: int, rounds: int) -> list[Result]:
+def measure_peaks(counts: Sequence[int], rounds: int) -> list[Result]:
     """Return a row for each rate and number of threads."""
     rows = []
     peaks = (FMA, BF16_DOT, MATRIX) if has_matrix_unit() else (FMA, BF16_DOT)
@@ -201,7 +201,7 @@ def measure_peaks(processors: int, rounds: int) -> list[Result]:
             rows.append(Result(section, name, 1, 0.0, True, failures={name: reason}))
             continue
         (rate,) = references(name).values()
-        for threads in (count for count in THREADS if count <= processors):
+        for threads in counts:
             seconds = {name: [1 / rate(threads) for _ in range(rounds)]}
             rows.append(Result(section, name, threads, 1.0, True, seconds))
     return rows

@@ -150,7 +150,7 @@ def in_short(results: Sequence[Result]) -> str:
     """Name the first rows, and count the others."""
     if not results:
         return "none"
-    names = [f"{it.name} ({it.threads} thread{'s' * (it.threads > 1)})" for it in results]
+    names = [f"{it.name} ({report.threads_text(it.threads)})" for it in results]
     others = f", and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{'; '.join(names[:MOST_NAMES])}{others}"
 

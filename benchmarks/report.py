@@ -44,7 +44,7 @@ from benchmarks.targets import (
 )
 
 NONE = "-"
-TEXTS = ("case", "verdict")
+TEXTS = ("case", "contender", "verdict")
 FOLDED = 16
 """The width that a verdict may be folded to."""
 NOT_JUDGED = "not judged: one core"
@@ -138,6 +138,41 @@ def _with_option(ours: str, peer: str, others: Sequence[str]) -> str:
     """Return ours with the peer's option, as in ``llama.cpp, 8 bits``, if there is one."""
     _, comma, option = peer.partition(",")
     return ours + comma + option if ours + comma + option in others else ours
+
+
+def efficiency_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+    """Return rows of ours and of the fastest peer on most threads, for cases on several.
+
+    A cell has the figure, and in brackets the speed over that of one thread and the number of
+    threads.
+    """
+    rows_of: dict[str, dict[int, Result]] = {}
+    for result in results:
+        rows_of.setdefault(result.name, {})[result.threads] = result
+    counts = sorted({it.threads for it in results})
+    rows = [["case", "contender", *(threads_text(count) for count in counts)]]
+    for name, found in rows_of.items():
+        if len(found) < 2 or 1 not in found:
+            continue
+        last = found[max(found)]
+        for contender in filter(None, (OURS, best_peer(last))):
+            cells = [efficiency_cell(found, count, contender, unit) for count in counts]
+            rows.append([name, contender, *cells])
+    return rows
+
+
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def efficiency_cell(found: dict[int, Result], count: int, contender: str, unit: str) -> str:
+    if count not in found or contender not in found[count].seconds:
+        return NONE
+    cell = peer_cell(found[count], contender, unit)
+    if count == 1 or contender not in found[1].seconds:
+        return cell
+    alone, together = (statistics.median(found[it].seconds[contender]) for it in (1, count))
+    return f"{cell} ({alone / together / count:.2f})"
 
 
 def device_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
@@ -299,7 +334,7 @@ def slower(content: Content) -> str:
     if not any(it.section == models.SECTION for it in content.results):
         return ""
     rows = [
-        f"{result.name} ({result.threads} thread{'s' * (result.threads > 1)}) {speed:.3f}"
+        f"{result.name} ({threads_text(result.threads)}) {speed:.3f}"
         for result, speed in slower_models(content.results)
     ]
     return " ".join(["apply makes slower:", "; ".join(rows)]).rstrip()
@@ -359,19 +394,27 @@ def _width(rows: list[list[str]], place: int) -> int:
     return max(most, *map(len, _in_lines(header).split("\n"))) + 3
 
 
-def print_tables(console: Console, content: Content) -> None:
+def print_table(console: Console, title: str, rows: list[list[str]]) -> None:
+    heading = title
+    for header, *lines in _parts(rows, console.width):
+        table = Table(title=heading, title_justify="left", title_style="bold")
+        for column in header:
+            is_text = column in TEXTS
+            justify: JustifyMethod = "left" if is_text else "right"
+            table.add_column(_in_lines(column), justify=justify, no_wrap=not is_text)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+        heading = f"{title}, continued"
+
+
+def print_tables(console: Console, content: Content, with_efficiency: bool = False) -> None:
     for name, results in content.by_section().items():
         title = SECTIONS[name].title
-        for header, *rows in _parts(table_of(content, name, results), console.width):
-            table = Table(title=title, title_justify="left", title_style="bold")
-            for column in header:
-                is_text = column in TEXTS
-                justify: JustifyMethod = "left" if is_text else "right"
-                table.add_column(_in_lines(column), justify=justify, no_wrap=not is_text)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-            title = f"{SECTIONS[name].title}, continued"
+        print_table(console, title, table_of(content, name, results))
+        efficiencies = efficiency_table(results, SECTIONS[name].unit) if with_efficiency else []
+        if len(efficiencies) > 1:
+            print_table(console, f"{title}: efficiency of threads", efficiencies)
     texts = (
         *(content.one_core, tally(content), slower(content)),
         *(code_lines.report(), LEGEND, caption(content)),

@@ -88,7 +88,7 @@ def requirements(result: Result, one_thread: Result | None) -> list[Requirement]
     if result.threads == 1:
         if workload.has_no_options:
             found += one_thread_requirements(result)
-    elif one_thread is not None:
+    elif one_thread is not None and result.threads == 2:
         scaling = ratios(result.rates(OURS), one_thread.rates(OURS))
         found.append(Requirement("one thread", SCALING, scaling))
     return found

@@ -88,7 +88,7 @@ def test_a_matrix_unit_is_the_peak_of_bfloat16(monkeypatch):
 def test_every_peak_has_rows(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 1e-4)
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
-    results = peaks.measure_peaks(processors=2, rounds=2)
+    results = peaks.measure_peaks((1, 2), rounds=2)
     found = {(it.name, it.threads): it.seconds.get(it.name) for it in results}
     assert set(found) >= {(peaks.FMA, 1), (peaks.FMA, 2), (peaks.READ, 1), (peaks.READ, 2)}
     if not has_bfloat16_dot():
@@ -148,8 +148,8 @@ def test_slow_contenders_leave_early():
     one, _ = measure(clock_case(**contenders), limits)
     turns = {name: len(seconds) for name, seconds in one.seconds.items()}
     assert turns == {"foo": 9, "quick": 4, "slow": 3, "snail": 1}
-    # The call that measured its duration counts as its turn.
-    assert contenders["snail"].turns.count((1, 1)) == 1
+    # After a first call, which may compile, the one that measured its duration counts as its turn.
+    assert contenders["snail"].turns.count((1, 1)) == 2
 
 
 def test_a_case_may_ask_for_more_rounds():

@@ -25,7 +25,7 @@ from benchmarks import (
     targets,
     zentorch_process,
 )
-from benchmarks.measure import Case, Limits, measure
+from benchmarks.measure import Case, Limits, Result, measure
 from benchmarks.publish import Published
 from benchmarks.workload import Workload
 
@@ -106,7 +106,6 @@ def left_out(workload):
 
 def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
     """A contender with another result would be missing."""
-    monkeypatch.setattr(attention, "THREADS", (1,))
     workload = dataclasses.replace(FORWARD, query_length=512, key_length=512)
     (result,) = measure(cases.attention_case(workload, (1,)), TINY)
     assert result.peers() == ["flash", "math", "flex"] + ["zentorch"] * HAS_ZENTORCH
@@ -252,7 +251,8 @@ def test_rows_of_models():
     names = {f"{it}, {dtype}" for it in expected for dtype in models.DTYPES}
     names |= {f"{kind} {it}, bfloat16" for kind in models.MIXTURES for it in models.PHASES}
     assert set(found) == names
-    defaults = [it.name for it in cases.cases(cases.DEFAULT, 2) if it.section == models.SECTION]
+    every = cases.cases(cases.DEFAULT, (1, 2))
+    defaults = [it.name for it in every if it.section == models.SECTION]
     assert {"BERT 8 x 128, float32", "BERT 2 x 256, bfloat16"} <= set(defaults)
     for name in ("BERT 2 x 16, float32", "BERT training step, 2 x 16, bfloat16"):
         (result,) = measure(found[name], TINY)
@@ -269,7 +269,7 @@ def test_rows_of_models():
 def test_quick_run(monkeypatch, tmp_path, capsys):
     """The whole command runs, with one row of attention."""
     monkeypatch.setattr(
-        cases, "cases", lambda sizes, processors: [cases.attention_case(FORWARD, (1,))]
+        cases, "cases", lambda sizes, *counts: [cases.attention_case(FORWARD, (1,))]
     )
     monkeypatch.setattr(attention, "contenders", lambda it: {"foo": lambda: attention.ours(it)})
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
@@ -298,6 +298,45 @@ def test_quick_run(monkeypatch, tmp_path, capsys):
         )
 
 
+def test_efficiency_on_chosen_numbers_of_threads(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command.info, "usable_processors", lambda: 4)
+    monkeypatch.setattr(command, "measure", fake_measurement)
+    monkeypatch.setattr(peaks, "measure_peaks", lambda counts, rounds: [])
+    monkeypatch.setattr(command, "one_core", lambda *_: "")
+    arguments = ["--only", "models", "--output", str(tmp_path / "it.json")]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--threads", "4,1,2", "--quick", *arguments])
+    command.main()
+    printed = capsys.readouterr().out
+    assert "efficiency of threads" in printed
+    rows = [
+        line.split("│")[2:-1] for line in printed.splitlines() if "BERT 2 x 16, float32" in line
+    ]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert ["foo", "32.0", "48.0 (0.75)", "64.0 (0.50)"] in cells
+    assert [models.AS_IT_IS, "16.0", "16.0 (0.50)", "16.0 (0.25)"] in cells
+
+
+def fake_measurement(case, limits):
+    """Two threads take two thirds of the time with foo, four half of it; peers as long as one."""
+    ours = {1: 1.0, 2: 1 / 1.5, 4: 0.5}
+    return [
+        Result(
+            *(case.section, case.name, threads, 32.0, False),
+            {"foo": [ours[threads]] * 3, models.AS_IT_IS: [2.0] * 3},
+        )
+        for threads in case.threads
+    ]
+
+
+@pytest.mark.parametrize("text", ["0", "1,5", "-1", "two", ""])
+def test_numbers_of_threads_that_there_are_not(monkeypatch, capsys, text):
+    monkeypatch.setattr(command.info, "usable_processors", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--threads", text])
+    with pytest.raises(SystemExit):
+        command.parse_options()
+    assert "argument --threads: " in capsys.readouterr().err
+
+
 def test_some_sections_alone(monkeypatch, tmp_path):
     measured = []
     monkeypatch.setattr(
@@ -315,7 +354,7 @@ def test_some_sections_alone(monkeypatch, tmp_path):
 
 
 def test_default_cases_have_every_row_that_was_promised():
-    found = cases.cases(cases.DEFAULT, processors=2)
+    found = cases.cases(cases.DEFAULT, (1, 2))
     names = [(case.section, case.name) for case in found]
     assert len(set(names)) == len(names)
     square = {
@@ -342,7 +381,7 @@ def test_default_cases_have_every_row_that_was_promised():
         if it.workload.is_decoding
     }
     assert {("float32", 8192, "32/8", 128), ("bfloat16", 8192, "32/8", 128)} < decoded
-    assert all(case.threads == (1,) for case in cases.cases(cases.QUICK, processors=1))
+    assert all(case.threads == (1,) for case in cases.cases(cases.QUICK, (1,)))
 
 
 @pytest.mark.parametrize("trains", [False, True])
