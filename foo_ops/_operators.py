@@ -23,6 +23,8 @@ from foo_ops.compat import OpNamespace
 
 OPERATORS = "foo_ops.ops"
 """Imported by its name, since it imports this module."""
+TABLE = "foo_ops.tune"
+"""Has the table of products that PyTorch computes, for processors without one in the package."""
 RESOLVER = "foo_ops.kernels.compiler.resolve"
 """Finds kernels, also those of the device; imported with the first kernel."""
 
@@ -144,6 +146,8 @@ def complete() -> None:
         registration.destroy()
     _importers.clear()
     _declared.clear()
+    if _C.has_no_products_of_torch() or _C.torch_products() == "tuned":
+        importlib.import_module(TABLE).use_kept_table()
 
 
 class _Namespace(OpNamespace):

@@ -277,6 +277,19 @@ void bind_product_table(py::module_& module) {
       py::arg("work"), py::arg("threads") = 1);
   module.attr("PRODUCT_FAMILIES") = py::cast(foo::kFamilyNames);
   module.attr("PRODUCT_FORMS") = py::cast(foo::kFormNames);
+  module.def(
+      "set_tuned_products",
+      [](const std::vector<std::tuple<at::ScalarType, std::string, int64_t, int64_t, int64_t>>&
+             all) {
+        std::vector<foo::TunedProducts> products;
+        for (const auto& [dtype, form, least_rows, most_rows, most_threads] : all) {
+          products.push_back({dtype, foo::Form(index_of(foo::kFormNames, form)), least_rows,
+                              most_rows, most_threads});
+        }
+        foo::set_tuned_products(products);
+      },
+      py::arg("products"));
+  module.def("has_no_products_of_torch", &foo::has_no_products_of_torch);
   module.def("torch_products", [] { return foo::name_of(foo::products_family()); });
   module.def("set_torch_products", torch::wrap_pybind_function(foo::set_products_family),
              py::arg("name"));

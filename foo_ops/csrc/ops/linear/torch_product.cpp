@@ -148,7 +148,23 @@ constexpr std::array kIntelRules = {
     Rule{kIntelMatrixUnit, kBFloat16, kForward | kBias, 512, kAny, 1 << 22, 1},
 };
 
+// Never destroyed; tables that were replaced may be in use.
+std::atomic<const std::vector<Rule>*> tuned_rules = nullptr;
+
 }  // namespace
+
+void set_tuned_products(const std::vector<TunedProducts>& products) {
+  auto* const rules = new std::vector<Rule>();
+  for (const auto& [dtype, form, least_rows, most_rows, most_threads] : products) {
+    rules->push_back({.families = set_of({Family::kTuned}),
+                      .dtypes = set_of({dtype}),
+                      .forms = set_of({form}),
+                      .least_rows = least_rows,
+                      .most_rows = most_rows,
+                      .most_threads = most_threads});
+  }
+  tuned_rules.store(rules, std::memory_order_release);
+}
 
 Family family_of(const Processor& processor) {
   if (processor.vendor == Vendor::kIntel) {
@@ -182,6 +198,10 @@ bool is_quicker_by_torch(Family family, at::ScalarType dtype, Form form, const P
              rule.least_work <= size.work && size.threads <= rule.most_threads;
     });
   };
+  if (family == Family::kTuned) {
+    const auto* const rules = tuned_rules.load(std::memory_order_acquire);
+    return rules != nullptr && has(*rules);
+  }
   return has(kAmdBFloat16Rules) || has(kAmdAvx2Rules) || has(kIntelRules);
 }
 
@@ -230,8 +250,12 @@ Family this_processor() {
 #endif
 }
 
+bool means_this_processor(std::string_view text) {
+  return text.empty() || text == "1";
+}
+
 Family family_of_text(const std::string& text) {
-  if (text.empty() || text == "1") return this_processor();
+  if (means_this_processor(text)) return this_processor();
   const auto family = family_of_name(text == "0" ? "none" : std::string_view(text));
   TORCH_CHECK_VALUE(family.has_value(), "FOO_TORCH_PRODUCTS must be 0, 1 or one of ",
                     c10::Join(", ", kFamilyNames), ", got ", text);
@@ -260,6 +284,11 @@ Form form_of(const Product& product, Finish finish) {
 }
 
 }  // namespace
+
+bool has_no_products_of_torch() {
+  return means_this_processor(variable("FOO_TORCH_PRODUCTS")) && !has_other_kernels() &&
+         this_processor() == Family::kNone;
+}
 
 Family products_family() {
   return current_family().load(std::memory_order_relaxed);

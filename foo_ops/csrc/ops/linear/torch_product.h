@@ -33,12 +33,13 @@ enum class Family {
   kIntelAvx2,
   kIntelAvx512,
   kIntelBFloat16,
-  kIntelMatrixUnit
+  kIntelMatrixUnit,
+  kTuned
 };
 // Values of FOO_TORCH_PRODUCTS, in the order of Family.
-inline constexpr std::array<std::string_view, 7> kFamilyNames = {
+inline constexpr std::array<std::string_view, 8> kFamilyNames = {
     "none",         "amd-avx2",       "amd-bfloat16", "intel-avx2",
-    "intel-avx512", "intel-bfloat16", "intel-amx"};
+    "intel-avx512", "intel-bfloat16", "intel-amx",    "tuned"};
 
 Family family_of(const Processor& processor);
 std::optional<Family> family_of_name(std::string_view name);
@@ -60,6 +61,18 @@ struct ProductSize {
 
 // Whether PyTorch's kernel is faster.
 bool is_quicker_by_torch(Family family, at::ScalarType dtype, Form form, const ProductSize& size);
+
+// A row of the table for the family "tuned", which foo_ops.tune measures: products of these rows,
+// on that many threads at most.
+struct TunedProducts {
+  at::ScalarType dtype;
+  Form form;
+  int64_t least_rows, most_rows, most_threads;
+};
+void set_tuned_products(const std::vector<TunedProducts>& products);
+
+// Whether the table has no rows for this processor, and FOO_TORCH_PRODUCTS names no other.
+bool has_no_products_of_torch();
 
 // Returns the processor family whose rows of the table apply: this processor's, or the one that
 // FOO_TORCH_PRODUCTS names, or kNone. The setter is for tests, and returns the previous family.
