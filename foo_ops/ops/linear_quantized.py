@@ -99,6 +99,12 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
     return (wide * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
 
 
+def pack_integers(integers: Tensor) -> Tensor:
+    """Pack integers of 4 bits, (N, groups, group_size), into (N, K / 2) uint8."""
+    lower, upper = integers.chunk(2, -1)
+    return (lower | upper << 4).flatten(1)
+
+
 def unpack_integers(weight: Tensor, groups: int) -> Tensor:
     """Return integers of 4 bits as (N, groups, group_size); those of 8 bits have no groups."""
     if weight.dtype == torch.int8:
@@ -212,8 +218,7 @@ def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tenso
     below, above = (end - _overflows(end, scale).double() for end in (zero, INT4_LARGEST - zero))
     steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
     integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
-    lower, upper = integers.chunk(2, -1)
-    return (lower | upper << 4).flatten(1), scale, zero.to(dtype)
+    return pack_integers(integers), scale, zero.to(dtype)
 
 
 def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

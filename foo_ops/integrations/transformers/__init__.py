@@ -42,6 +42,7 @@ from foo_ops.integrations.transformers.attention import (
     register_flex,
 )
 from foo_ops.integrations.transformers.cache import in_place_cache
+from foo_ops.integrations.transformers.checkpoints import register_checkpoints
 from foo_ops.integrations.transformers.experts import foo_experts_forward, register_experts
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.mxfp4 import register_mxfp4
@@ -61,6 +62,7 @@ __all__ = [
     "in_place_cache",
     "left_alone",
     "register",
+    "register_checkpoints",
     "register_experts",
     "register_flex",
     "register_mxfp4",
@@ -69,6 +71,7 @@ __all__ = [
 ]
 
 register()
+register_checkpoints()
 register_experts()
 register_flex()
 register_mxfp4()

@@ -26,6 +26,7 @@ from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
+from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
@@ -201,7 +202,9 @@ def restore(model: Model) -> Model:
 
 def kinds_of(module: nn.Module) -> set[str]:
     """Return the kinds of work that a module does with foo's operators."""
-    if not is_replaced(module):
+    if isinstance(module, FooPackedLinear):
+        kinds = {"quantize"}
+    elif not is_replaced(module):
         kinds = set()
     else:
         kinds = {kind for kind, classes in KINDS.items() if isinstance(module, classes)}
@@ -215,7 +218,8 @@ def kinds_of(module: nn.Module) -> set[str]:
 def replaced(model: nn.Module) -> dict[str, int]:
     """Return how many modules `apply` has changed, by the names of its arguments.
 
-    Counts of 0 are left out. `left_alone` says which modules stayed, and why.
+    Counts of 0 are left out; layers whose weights a checkpoint has in 4 or 8 bits count as
+    quantised. `left_alone` says which modules stayed, and why.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
@@ -263,6 +267,8 @@ def left_alone(model: nn.Module) -> dict[str, str]:
 
 def reason_of(module: nn.Module) -> str | None:
     name = type(module).__name__
+    if isinstance(module, FooPackedLinear):
+        return None
     if isinstance(module, (nn.Linear, Conv1D)):
         return None if is_replaced(module) else reason_of_linear(module)
     if "Attention" in name and has_parameters(module) and not holds(module, "Attention"):

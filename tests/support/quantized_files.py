@@ -1,0 +1,88 @@
+"""Write checkpoints with linear layers of 4 and 8 bits, by the definitions of their formats."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def int32(words):
+    """Return numbers below 2 ** 32 as the int32 of the same bits."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def packed(numbers, dim, bits=4, order=None):
+    """Pack numbers of some bits along a dimension, the first one lowest, in the given order."""
+    count = 32 // bits
+    words = 0
+    for place, which in enumerate(order or range(count)):
+        index = torch.arange(which, numbers.shape[dim], count)
+        words = words | numbers.long().index_select(dim, index) << bits * place
+    return int32(words)
+
+
+def spread(per_group, columns):
+    """Repeat (N, G) for all columns of a group."""
+    return per_group.repeat_interleave(columns // per_group.shape[1], 1)
+
+
+def random_layer(rows, columns, group_size, bits=4):
+    """Return integers (N, K), scales and zeros (N, G)."""
+    groups = 1 if group_size == -1 else columns // group_size
+    integers = torch.randint(2**bits, (rows, columns))
+    scale = (torch.rand(rows, groups) * 0.06 + 0.02).half()
+    return integers, scale, torch.randint(2**bits, (rows, groups))
+
+
+def awq(rows, columns, group_size=128):
+    """Return AWQ's tensors of a random layer, and its weight in float64."""
+    integers, scale, zero = random_layer(rows, columns, group_size)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": packed(integers.t(), 1, order=order),
+        "qzeros": packed(zero.t(), 1, order=order),
+        "scales": scale.t().contiguous(),
+    }
+    weight = (integers - spread(zero, columns)).double() * spread(scale, columns).double()
+    return tensors, weight
+
+
+def write_checkpoint(folder, make_layer, described, kept=("lm_head",), **sizes):
+    """Write a Llama whose linear layers ``make_layer(rows, columns)`` makes.
+
+    Returns:
+        The model in float64 that the folder stands for, and the tensors of the file.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(**(SIZES | sizes))
+    exact = AutoModelForCausalLM.from_config(config).double().eval()
+    tensors = {}
+    for name, module in exact.named_modules():
+        if isinstance(module, nn.Linear) and name not in kept:
+            stored, weight = make_layer(*module.weight.shape)
+            tensors |= {f"{name}.{last}": it for last, it in stored.items()}
+            module.weight.data = weight
+        elif getattr(module, "weight", None) is not None:
+            nn.init.normal_(module.weight, std=0.2)
+            tensors[f"{name}.weight"] = module.weight.detach().half()
+            module.weight.data = tensors[f"{name}.weight"].double()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "float16",
+        "quantization_config": described,
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    return exact, tensors
