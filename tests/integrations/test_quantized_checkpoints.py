@@ -1,6 +1,7 @@
 """Checkpoints with linear layers of 4 and 8 bits are loaded, run and saved as they are."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from support.exact import assert_near
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
-from support.quantized_files import awq, write_checkpoint
-from transformers import AutoModelForCausalLM
+from support.quantized_files import awq, gptq, int_quantized, pack_quantized, write_checkpoint
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from foo_ops.integrations.transformers import apply, left_alone, replaced
+from foo_ops.integrations.transformers import apply, checkpoints, left_alone, replaced
+from foo_ops.integrations.transformers import compressed as compressed_files
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
@@ -22,11 +24,69 @@ def awq_files(group_size):
     return lambda rows, columns: awq(rows, columns, group_size), described
 
 
+def gptq_files(version=1, bits=4, group_size=128, **options):
+    format = "gptq" if version == 1 else "gptq_v2"
+    described = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
+    described |= {"checkpoint_format": format, "desc_act": options.get("has_order", False)}
+
+    def make_layer(rows, columns):
+        return gptq(rows, columns, group_size, bits, offset=2 - version, **options)
+
+    return make_layer, described
+
+
+PACKED = "pack-quantized"
+
+
+def compressed(
+    make_layer,
+    bits=4,
+    group_size=None,
+    symmetric=True,
+    format="pack-quantized",
+    ignore=("lm_head",),
+):
+    strategy = "channel" if group_size is None else "group"
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"group_size": group_size},
+        "input_activations": activations if format == "int-quantized" else None,
+    }
+    described = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+    }
+    return make_layer, described
+
+
+def pack_quantized_files(bits=4, group_size=None, symmetric=True, ignore=("lm_head",)):
+    def make_layer(rows, columns):
+        return pack_quantized(rows, columns, group_size or -1, bits, symmetric)
+
+    return compressed(make_layer, bits, group_size, symmetric, ignore=ignore)
+
+
 KINDS = {
     "awq": awq_files(128),
     "awq, 64": awq_files(64),
-    "awq, 32": awq_files(32),
     "awq, a row": awq_files(-1),
+    "gptq": gptq_files(is_symmetric=True),
+    "gptq, asymmetric, 32": gptq_files(group_size=32),
+    "gptq v2, asymmetric, a row": gptq_files(version=2, group_size=-1),
+    "gptq, act-order": gptq_files(group_size=64, has_order=True),
+    "gptq, 8 bits": gptq_files(bits=8, group_size=-1, is_symmetric=True),
+    "gptq v2, 8 bits": gptq_files(2, bits=8, group_size=-1, is_symmetric=True),
+    "compressed": pack_quantized_files(group_size=128),
+    # The head has 50 rows, no multiple of the 8 zeros of a word.
+    "compressed, asymmetric, 32": pack_quantized_files(group_size=32, symmetric=False, ignore=()),
+    "compressed, a row": pack_quantized_files(),
+    "compressed, 8 bits, packed": pack_quantized_files(bits=8),
+    "compressed, W8A8": compressed(int_quantized, 8, format="int-quantized"),
 }
 """What makes a layer, and what config.json says of it."""
 
@@ -54,12 +114,12 @@ def logits_of(model, count=9):
 
 @pytest.mark.parametrize("is_applied", [False, True])
 def test_logits(checkpoint, is_applied):
-    folder, exact, _ = checkpoint
+    folder, exact, tensors = checkpoint
     model = load(folder, dtype=torch.float32)
     if is_applied:
         apply(model)
         assert not left_alone(model)
-    assert replaced(model)["quantize"] == 14
+    assert replaced(model)["quantize"] == sum("scale" in name for name in tensors)
     # Few rows, and many.
     for count in (1, 30):
         assert_near(logits_of(model, count), logits_of(exact, count), roundings=64)
@@ -100,7 +160,7 @@ def test_layers_are_buffers(checkpoint):
     layer = load(folder).model.layers[0].mlp.down_proj
     assert isinstance(layer, FooPackedLinear)
     assert not list(layer.parameters())
-    assert set(layer.state_dict()) >= {"weight", "scale", "zero"}
+    assert {"weight", "scale"} <= set(layer.state_dict())
 
 
 REFUSED = {
@@ -109,6 +169,34 @@ REFUSED = {
         lambda rows, columns: awq(rows, columns, 32),
         "awq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
         "its version must be gemm, got gemv",
+    ),
+    "bits": (
+        gptq_files(group_size=32)[1] | {"bits": 3},
+        lambda rows, columns: gptq(rows, columns, 32),
+        "gptq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
+        "it must have 4 or 8 bits, got 3",
+    ),
+    "marlin": (
+        gptq_files(group_size=32)[1] | {"checkpoint_format": "marlin"},
+        lambda rows, columns: gptq(rows, columns, 32),
+        "gptq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
+        "its checkpoint_format must be gptq or gptq_v2, got marlin",
+    ),
+    "groups of 8 bits": (
+        *reversed(gptq_files(bits=8, group_size=64, is_symmetric=True)),
+        "gptq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
+        "with 8 bits a row must have one scale, got one for each 64 of 256 inputs",
+    ),
+    "zeros of 8 bits": (
+        *reversed(gptq_files(bits=8, group_size=-1)),
+        "gptq: foo_ops cannot read the weights of model.layers.0.self_attn.q_proj: "
+        "qzeros must be 128 with 8 bits",
+    ),
+    "shape": (
+        AWQ,
+        lambda rows, columns: gptq(rows, columns, 32),
+        "awq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
+        "qweight must be int32 (256, 16), got int32 (32, 128)",
     ),
     "groups": (
         AWQ | {"group_size": 16},
@@ -148,3 +236,27 @@ def test_layer_that_the_model_leaves_out(tmp_path, monkeypatch):
         type(exact), "_keys_to_ignore_on_load_unexpected", [r"layers\.1\."], raising=False
     )
     assert replaced(load(tmp_path))["quantize"] == 7
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [it for it in KINDS if it.startswith("compressed")], indirect=True
+)
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_compressed_tensors_reads_what_is_written(checkpoint, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    folder, exact, _ = checkpoint
+    model = load(folder, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    # transformers' own; without dequantize it takes no packed zeros.
+    theirs = load(tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert not replaced(theirs)
+    assert_near(logits_of(theirs), logits_of(exact), roundings=64)
+
+
+@pytest.mark.parametrize("checkpoint", ["compressed", "compressed, W8A8"], indirect=True)
+def test_compressed_tensors_is_not_needed(checkpoint, monkeypatch):
+    monkeypatch.setattr(compressed_files, "is_compressed_tensors_available", lambda: False)
+    monkeypatch.setattr(checkpoints, "is_compressed_tensors_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    folder, exact, _ = checkpoint
+    assert_near(logits_of(load(folder)), logits_of(exact), roundings=64)

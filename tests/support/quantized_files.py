@@ -41,7 +41,7 @@ def random_layer(rows, columns, group_size, bits=4):
     """Return integers (N, K), scales and zeros (N, G)."""
     groups = 1 if group_size == -1 else columns // group_size
     integers = torch.randint(2**bits, (rows, columns))
-    scale = (torch.rand(rows, groups) * 0.06 + 0.02).half()
+    scale = ((torch.rand(rows, groups) * 0.06 + 0.02) * 16 / 2**bits).half()
     return integers, scale, torch.randint(2**bits, (rows, groups))
 
 
@@ -58,13 +58,58 @@ def awq(rows, columns, group_size=128):
     return tensors, weight
 
 
-def write_checkpoint(folder, make_layer, described, kept=("lm_head",), **sizes):
+def gptq(rows, columns, group_size=128, bits=4, offset=1, is_symmetric=False, has_order=False):
+    """Return GPTQ's tensors; ``offset`` is 1 in format v1, and 0 in v2."""
+    integers, scale, zero = random_layer(rows, columns, group_size, bits)
+    if is_symmetric:
+        zero = torch.full_like(zero, 2 ** (bits - 1))
+    group_of = torch.arange(columns) // (columns if group_size == -1 else group_size)
+    if has_order:
+        group_of = group_of[torch.randperm(columns)]
+    tensors = {
+        "qweight": packed(integers.t(), 0, bits),
+        "qzeros": packed((zero - offset).t() % 2**bits, 1, bits),
+        "scales": scale.t().contiguous(),
+        "g_idx": group_of.to(torch.int32),
+    }
+    return tensors, (integers - zero[:, group_of]).double() * scale[:, group_of].double()
+
+
+def pack_quantized(rows, columns, group_size=128, bits=4, is_symmetric=True):
+    """Return the tensors of compressed-tensors' pack-quantized; -1 is its strategy "channel"."""
+    integers, scale, zero = random_layer(rows, columns, group_size, bits)
+    middle = 2 ** (bits - 1)
+    if is_symmetric:
+        zero = torch.full_like(zero, middle)
+    # Integers and zeros are signed; 8 is added where they are packed.
+    integers, zero = integers - middle, zero - middle
+    tensors = {
+        "weight_packed": packed(integers + middle, 1, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    if not is_symmetric:
+        missing = torch.full((-rows % 8, zero.shape[1]), -middle)
+        tensors["weight_zero_point"] = packed(torch.cat((zero, missing)) + middle, 0, bits)
+    return tensors, (integers - spread(zero, columns)) * spread(scale, columns).double()
+
+
+def int_quantized(rows, columns):
+    """Return the tensors of compressed-tensors' int-quantized, 8 bits and strategy "channel"."""
+    integers, scale, _ = random_layer(rows, columns, -1, 8)
+    integers = integers - 128
+    tensors = {"weight": integers.to(torch.int8), "weight_scale": scale}
+    return tensors, integers * scale.double()
+
+
+def write_checkpoint(folder, make_layer, described, **sizes):
     """Write a Llama whose linear layers ``make_layer(rows, columns)`` makes.
 
     Returns:
         The model in float64 that the folder stands for, and the tensors of the file.
     """
     torch.manual_seed(0)
+    kept = described.get("ignore", ["lm_head"])
     config = LlamaConfig(**(SIZES | sizes))
     exact = AutoModelForCausalLM.from_config(config).double().eval()
     tensors = {}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import is_gptqmodel_available
+from transformers.utils import is_compressed_tensors_available, is_gptqmodel_available
 
-from foo_ops.integrations.transformers.formats import FORMATS, Format, UnreadableError
+from foo_ops.integrations.transformers.compressed import ConfigReader, described, is_read
+from foo_ops.integrations.transformers.formats import (
+    FORMATS,
+    Awq,
+    CompressedTensors,
+    Format,
+    Gptq,
+    UnreadableError,
+)
 from foo_ops.integrations.transformers.memory import release
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 
@@ -123,23 +132,33 @@ class FooQuantizer(HfQuantizer):
         self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **keywords: Any
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
+        kind = FORMATS[self.method]
         for name, stored in by_module(model, tensors_in(checkpoint_files)).items():
-            kind = next((it for it in FORMATS[self.method] if it.is_in(stored)), None)
-            if kind is None or is_ignored(model, name):
+            if not kind.is_in(stored) or is_ignored(model, name):
                 continue
-            try:
+            with self.reading(name):
                 format = kind.find(stored, *sizes_of(model, name), self.quantization_config)
-            except UnreadableError as error:
-                raise NotImplementedError(
-                    f"{self.method}: foo_ops cannot read the weights of {name}: {error}"
-                ) from None
             model.set_submodule(name, StoredLinear(format, stored, dtype))
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> None:
+        """Pack the layers, one after the other."""
         with torch.inference_mode(False), torch.no_grad():
             for name, module in list(model.named_modules()):
                 if isinstance(module, StoredLinear):
-                    model.set_submodule(name, module.packed())
+                    with self.reading(name):
+                        model.set_submodule(name, module.packed())
+        if self.method == CompressedTensors.method:
+            model.config.quantization_config = described(model)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Name the format and the layer in errors."""
+        try:
+            yield
+        except UnreadableError as error:
+            raise NotImplementedError(
+                f"{self.method}: foo_ops cannot read the weights of {name}: {error}"
+            ) from None
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of a file."""
@@ -175,17 +194,32 @@ def is_on_host() -> bool:
 
 
 def quantizer_of(
-    own: type[HfQuantizer], has_package: Callable[[], bool], config: Any, **keywords: Any
+    own: type[HfQuantizer], has_other: Callable[[Any], bool], config: Any, **keywords: Any
 ) -> HfQuantizer:
-    """Make ours where there is neither a GPU nor the package that transformers' own needs."""
-    if keywords.get("pre_quantized", True) and is_on_host() and not has_package():
+    """Make ours without a GPU, unless transformers' own has to do it and has the package to."""
+    is_dense = getattr(config, "dequantize", False) or not keywords.get("pre_quantized", True)
+    if is_on_host() and not is_dense and not has_other(config):
         return FooQuantizer(config, **keywords)
     return own(config, **keywords)
+
+
+def has_gptqmodel(config: Any) -> bool:
+    return bool(is_gptqmodel_available())
+
+
+def needs_compressed_tensors(config: Any) -> bool:
+    return bool(is_compressed_tensors_available()) and not is_read(config)
 
 
 def register_checkpoints() -> None:
     """Let transformers load quantised linear layers by foo's operators."""
     mapping: dict[str, Any] = AUTO_QUANTIZER_MAPPING
-    packages = {"awq": is_gptqmodel_available}
-    for method, has_package in packages.items():
-        mapping[method] = partial(quantizer_of, mapping[method], has_package)
+    others = {
+        Awq.method: has_gptqmodel,
+        Gptq.method: has_gptqmodel,
+        CompressedTensors.method: needs_compressed_tensors,
+    }
+    for method, has_other in others.items():
+        mapping[method] = partial(quantizer_of, mapping[method], has_other)
+    configs: dict[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
+    configs[CompressedTensors.method] = ConfigReader
