@@ -9,7 +9,15 @@ from support.exact import assert_near
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
-from support.quantized_files import awq, gptq, int_quantized, pack_quantized, write_checkpoint
+from support.processes import python
+from support.quantized_files import (
+    awq,
+    gptq,
+    int_quantized,
+    pack_quantized,
+    write_checkpoint,
+    write_large,
+)
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from foo_ops.integrations.transformers import apply, checkpoints, left_alone, replaced
@@ -260,3 +268,53 @@ def test_compressed_tensors_is_not_needed(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     folder, exact, _ = checkpoint
     assert_near(logits_of(load(folder)), logits_of(exact), roundings=64)
+
+
+LOADING = """
+import json, sys, time
+import torch
+import foo_ops.integrations.transformers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+def in_bytes(name):
+    lines = dict(it.split(":") for it in open("/proc/self/status"))
+    return 1024 * int(lines[name].split()[0])
+
+before = in_bytes("VmRSS")
+start = time.perf_counter()
+model = AutoModelForCausalLM.from_pretrained(sys.stdin.read())
+print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
+"""
+
+
+def awq_shapes(rows, columns):
+    groups = columns // 128
+    return {
+        "qweight": (columns, rows // 8),
+        "qzeros": (groups, rows // 8),
+        "scales": (groups, rows),
+    }
+
+
+def packed_shapes(rows, columns):
+    return {"weight_packed": (rows, columns // 8), "weight_scale": (rows, columns // 128)}
+
+
+LARGE = {"awq": (awq_files(128)[1], awq_shapes)}
+LARGE["compressed"] = (pack_quantized_files(group_size=128)[1], packed_shapes)
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", LARGE)
+def test_memory_of_loading(kind, tmp_path):
+    """Neither the file nor temporary tensors stay in memory beside the layers."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8}
+    write_large(tmp_path, *LARGE[kind], **sizes)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert 180e6 < size < 220e6
+    process = python(LOADING, input=str(tmp_path), new=True)
+    assert process.returncode == 0, process.stderr
+    peak, seconds = json.loads(process.stdout.splitlines()[-1])
+    print(f"{peak / size:.2f} of {size / 1e6:.0f} MB, {seconds:.2f} seconds")
+    assert peak <= 1.25 * size

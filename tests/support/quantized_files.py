@@ -122,6 +122,31 @@ def write_checkpoint(folder, make_layer, described, **sizes):
             nn.init.normal_(module.weight, std=0.2)
             tensors[f"{name}.weight"] = module.weight.detach().half()
             module.weight.data = tensors[f"{name}.weight"].double()
+    write_folder(folder, config, tensors, described)
+    return exact, tensors
+
+
+def write_large(folder, described, shapes, **sizes):
+    """Write a Llama quickly, with random bits for the integers of its linear layers.
+
+    Args:
+        shapes: takes rows and columns, and returns the shapes of a layer's tensors.
+    """
+    config = LlamaConfig(**(SIZES | sizes))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            for last, shape in shapes(*module.weight.shape).items():
+                random = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+                tensors[f"{name}.{last}"] = random if "scale" not in last else torch.rand(shape)
+        elif getattr(module, "weight", None) is not None:
+            tensors[f"{name}.weight"] = torch.rand(module.weight.shape).half()
+    write_folder(folder, config, tensors, described)
+
+
+def write_folder(folder, config, tensors, described):
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described = config.to_dict() | {
@@ -130,4 +155,3 @@ def write_checkpoint(folder, make_layer, described, **sizes):
         "quantization_config": described,
     }
     (folder / "config.json").write_text(json.dumps(described))
-    return exact, tensors

@@ -36,7 +36,7 @@ from foo_ops.integrations.transformers.formats import (
     Gptq,
     UnreadableError,
 )
-from foo_ops.integrations.transformers.memory import release
+from foo_ops.integrations.transformers.memory import Mappings
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 
 # ------------------------------------------------------------------------------------------- files
@@ -105,14 +105,16 @@ class StoredLinear(nn.Module):
             if name != "bias":
                 self.register_buffer(name, tensor)
 
-    def packed(self) -> FooPackedLinear:
+    def packed(self, mappings: Mappings) -> FooPackedLinear:
         """Return the layer, and release the memory of the loaded tensors."""
         stored: Any = dict(self._buffers)
         integers = self.format.read(stored, self.dtype)
         layer = FooPackedLinear(integers, self.bias, self.format)
         self._buffers.clear()
         kept = set(map(start_of, layer.buffers()))
-        release(it for it in stored.values() if start_of(it) not in kept)
+        for tensor in stored.values():
+            if start_of(tensor) not in kept:
+                mappings.release(tensor)
         return layer.train(self.training)
 
 
@@ -142,11 +144,12 @@ class FooQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> None:
         """Pack the layers, one after the other."""
+        mappings = Mappings()
         with torch.inference_mode(False), torch.no_grad():
             for name, module in list(model.named_modules()):
                 if isinstance(module, StoredLinear):
                     with self.reading(name):
-                        model.set_submodule(name, module.packed())
+                        model.set_submodule(name, module.packed(mappings))
         if self.method == CompressedTensors.method:
             model.config.quantization_config = described(model)
 

@@ -6,7 +6,7 @@ back. Four bits are a nibble; files have eight of them in an int32, the first on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,6 +49,21 @@ def joined(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     even = lower & LOWER | (upper & LOWER) << 4
     odd = lower >> 4 & LOWER | upper & ~LOWER
     return even, odd
+
+
+ROWS = 256
+"""Rows that are repacked at a time, so that temporary memory is small and in the caches."""
+
+
+def in_blocks(rows: int, repacked: Callable[[slice], Tensor]) -> Tensor:
+    """Repack a matrix by blocks of rows."""
+    found = None
+    for first in range(0, rows, ROWS):
+        block = repacked(slice(first, first + ROWS))
+        if found is None:
+            found = block.new_empty((rows, block.shape[1]))
+        found[first : first + ROWS] = block
+    return torch.empty(0) if found is None else found
 
 
 def packed_rows(words: Tensor, group_size: int) -> Tensor:
@@ -167,18 +182,24 @@ class Awq(Format):
         return cls(size)
 
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
-        size = group_size_of(self.group_size)
-        halves = stored["qweight"].unflatten(0, (-1, 2, size // 2))  # type: ignore[operator]
-        # Transposed as words: torch moves four bytes as fast as one.
-        even, odd = (it.flatten(0, 1).t().contiguous() for it in joined(*halves.unbind(1)))
-        # By `ORDER`, the bytes of even are outputs 0, 4, 1 and 5, those of odd 2, 6, 3 and 7.
-        columns = torch.stack((even, odd), 1).view(torch.uint8).unflatten(-1, (-1, 2, 2))
-        weight = columns.permute(0, 4, 1, 3, 2).flatten(0, 3)
+        size: Any = group_size_of(self.group_size)
+        words, scales = stored["qweight"], stored["scales"]
+
+        def repacked(rows: slice) -> Tensor:
+            block = words[:, rows.start // PER_WORD : rows.stop // PER_WORD]
+            halves = block.unflatten(0, (-1, 2, size // 2))
+            # Transposed as words: torch moves four bytes as fast as one.
+            even, odd = (it.flatten(0, 1).t().contiguous() for it in joined(*halves.unbind(1)))
+            # By `ORDER`, the bytes of even are outputs 0, 4, 1 and 5, those of odd 2, 6, 3 and 7.
+            columns = torch.stack((even, odd), 1).view(torch.uint8).unflatten(-1, (-1, 2, 2))
+            return columns.permute(0, 4, 1, 3, 2).flatten(0, 3)
+
+        weight = in_blocks(scales.shape[1], repacked)
         zeros = nibbles(stored["qzeros"]).unflatten(1, (-1, PER_WORD))
         order = torch.tensor(self.ORDER, device=zeros.device).argsort()
-        times = self.group_size // size  # type: ignore[operator]
+        times = self.group_size // size
         zero = repeated(zeros[..., order].flatten(1).t().to(dtype), times)
-        return Integers(weight, repeated(stored["scales"].t().to(dtype), times), zero)
+        return Integers(weight, repeated(scales.t().to(dtype), times), zero)
 
     def write(self, layer: FooPackedLinear) -> dict[str, Tensor]:
         integers, scale, zero = in_groups_of(layer, self.group_size)
@@ -247,7 +268,7 @@ class Gptq(Format):
         return cls(config.bits, size, offsets[config.format], has_index)
 
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
-        words, scale = stored["qweight"].t().contiguous(), stored["scales"].t().to(dtype)
+        words, scale = stored["qweight"].t(), stored["scales"].t().to(dtype)
         if self.bits == 8:
             zeros = stored["qzeros"].contiguous().view(torch.uint8)
             require(bool((zeros + self.offset == SIGN).all()), "qzeros must be 128 with 8 bits")
@@ -383,7 +404,11 @@ SIGN = 128
 
 def signed(words: Tensor) -> Tensor:
     """Unpack (N, K / 4) int32 into (N, K) int8."""
-    return (words.contiguous().view(torch.uint8) ^ SIGN).view(torch.int8)
+
+    def repacked(rows: slice) -> Tensor:
+        return (words[rows].contiguous().view(torch.uint8) ^ SIGN).view(torch.int8)
+
+    return in_blocks(len(words), repacked)
 
 
 def words_of_signed(integers: Tensor) -> Tensor:
@@ -403,10 +428,14 @@ def grouped(
 ) -> Integers:
     """Return the weights of (N, K / 8) int32, scales and zeros (N, G)."""
     size: Any = group_size_of(group_size)
-    if order is None:
-        weight = packed_rows(words, size)
-    else:
-        weight = pack_integers(nibbles(words)[:, order].unflatten(1, (-1, size)))
+
+    def repacked(rows: slice) -> Tensor:
+        block = words[rows].contiguous()
+        if order is None:
+            return packed_rows(block, size)
+        return pack_integers(nibbles(block)[:, order].unflatten(1, (-1, size)))
+
+    weight = in_blocks(len(words), repacked)
     scale, zero = (repeated(it, group_size // size) for it in (scale, zero))
     return Integers(weight, scale, zero, order)
 

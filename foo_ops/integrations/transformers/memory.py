@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -15,22 +14,27 @@ PRIVATE_FILE = re.compile(r"^(\w+)-(\w+) ...p \w+ \S+ [1-9]\d* ", re.MULTILINE)
 """A line of `MAPS` for a private mapping of a file, which has an inode."""
 
 
-def release(tensors: Iterable[Tensor]) -> None:
-    """Take tensors that are never read again out of memory, if they lie in a mapped file.
+class Mappings:
+    """The files that are mapped into this process when it is made."""
 
-    All tensors of a file share a mapping, which stays in memory as long as any of them is used.
-    """
-    if not os.path.exists(MAPS):
-        return
-    with open(MAPS) as file:
-        mapped = [(int(a, 16), int(b, 16)) for a, b in PRIVATE_FILE.findall(file.read())]
-    page = mmap.PAGESIZE
-    for tensor in tensors:
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        if os.path.exists(MAPS):
+            with open(MAPS) as file:
+                found = PRIVATE_FILE.findall(file.read())
+            self.ranges = [(int(start, 16), int(end, 16)) for start, end in found]
+
+    def release(self, tensor: Tensor) -> None:
+        """Take a tensor that is never read again out of memory, if it lies in a file.
+
+        All tensors of a file share a mapping, which stays in memory as long as any of them is used.
+        """
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        if any(first <= start and end <= last for first, last in mapped):
-            first, last = -(-start // page) * page, end // page * page
-            if first < last:
-                ctypes.CDLL(None).madvise(
-                    ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED
-                )
+        # The first and the last page may have parts of other tensors.
+        page = mmap.PAGESIZE
+        first, last = -(-start // page) * page, end // page * page
+        if first < last and any(low <= start and end <= high for low, high in self.ranges):
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED
+            )
