@@ -327,6 +327,12 @@ class CompressedTensors(Format):
         return "pack-quantized" if self.is_packed else "int-quantized"
 
     @classmethod
+    def of(cls, layer: FooPackedLinear) -> CompressedTensors:
+        """Return the format that writes a layer of any origin without rounding."""
+        is_row = layer.group_size is None
+        return cls(layer.bits, layer.group_size or layer.in_features, not is_row, is_row)
+
+    @classmethod
     def is_in(cls, stored: Stored) -> bool:
         return "weight_packed" in stored or "weight_scale" in stored
 

@@ -9,6 +9,8 @@ import re
 
 from torch import Tensor
 
+PAGE_OUT = 21
+"""Linux's MADV_PAGEOUT, which Python does not name; earlier kernels than 5.4 ignore it."""
 MAPS = "/proc/self/maps"
 PRIVATE_FILE = re.compile(r"^(\w+)-(\w+) ...p \w+ \S+ [1-9]\d* ", re.MULTILINE)
 """A line of `MAPS` for a private mapping of a file, which has an inode."""
@@ -24,10 +26,14 @@ class Mappings:
                 found = PRIVATE_FILE.findall(file.read())
             self.ranges = [(int(start, 16), int(end, 16)) for start, end in found]
 
-    def release(self, tensor: Tensor) -> None:
-        """Take a tensor that is never read again out of memory, if it lies in a file.
+    def release(self, tensor: Tensor, is_read_again: bool = False) -> None:
+        """Take a tensor out of memory, if it lies in a file.
 
         All tensors of a file share a mapping, which stays in memory as long as any of them is used.
+
+        Args:
+            is_read_again: whether someone may have written to the tensor and read it again. Then
+                the system's own cache of the file is dropped, too.
         """
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -35,6 +41,5 @@ class Mappings:
         page = mmap.PAGESIZE
         first, last = -(-start // page) * page, end // page * page
         if first < last and any(low <= start and end <= high for low, high in self.ranges):
-            ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED
-            )
+            advice = PAGE_OUT if is_read_again else mmap.MADV_DONTNEED
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

@@ -27,6 +27,7 @@ from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packing import pack
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
@@ -84,6 +85,7 @@ def apply(
     fused_loss: bool = True,
     cache: bool | int = True,
     quantize: int | None = None,
+    keep_weights: bool = True,
 ) -> Model:
     """Let a model compute with foo's operators, and return it.
 
@@ -121,10 +123,15 @@ def apply(
             stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
             changes, its copy is renewed; a change of few elements through ``.data`` is noticed by
             ``model.eval()``.
+        keep_weights: with False and ``quantize``, the weights of linear layers are freed once they
+            are quantised: the model takes the memory of the integers, is for inference and for
+            training adapters (peft), and cannot be restored. `save_quantized` writes it. Experts,
+            ``Conv1D`` and a head that is tied to the embedding keep theirs, beside a copy.
 
     Raises:
         TypeError: if model is not a module.
-        ValueError: for bits other than 8 and 4, or 8 for a cache.
+        ValueError: for bits other than 8 and 4, or 8 for a cache, or keep_weights=False without
+            quantize.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,6 +147,8 @@ def apply(
     cache_bits = None if isinstance(cache, bool) else cache
     if cache_bits not in (None, 8):
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
+    if quantize is None and not keep_weights:
+        raise ValueError("apply: keep_weights=False needs quantize=4 or 8, got quantize=None")
     flags = {
         "attention": attention,
         "rms_norm": rms_norm,
@@ -149,6 +158,8 @@ def apply(
         "linear": linear,
     }
     allowed = {name for name, flag in flags.items() if flag}
+    if quantize is not None and not keep_weights:
+        pack(model, quantize)
     for module in model.modules():
         if quantize is not None:
             quantize_layer(module, quantize)
@@ -183,7 +194,7 @@ def change(module: nn.Module, allowed: Iterable[str]) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo `apply`, and return the model.
+    """Undo `apply`, and return the model; weights that it has not kept stay quantised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))

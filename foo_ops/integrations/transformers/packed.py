@@ -6,8 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from foo_ops.integrations.transformers.quantized import quantized_product
+
+logger = logging.get_logger(__name__)
+UNTRAINED = (
+    "Weights of 4 and 8 bits stay as they are in training: only other parameters are trained, such "
+    "as adapters (peft)."
+)
 
 
 class Integers(NamedTuple):
@@ -51,12 +58,22 @@ class FooPackedLinear(nn.Linear):
     ) -> None:
         """Make a layer of packed weights and a bias (N,)."""
         nn.Module.__init__(self)
-        self.stored_format = stored_format
+        self.register_parameter("bias", bias)
+        self.hold(integers, stored_format)
+
+    @classmethod
+    def take_over(cls, layer: nn.Linear, integers: Integers, stored_format: Any) -> None:
+        """Turn a linear layer into a packed one, which has no reference to the layer's weight."""
+        del layer.weight
+        layer.__class__ = cls
+        layer.hold(integers, stored_format)  # type: ignore[operator]
+
+    def hold(self, integers: Integers, stored_format: Any) -> None:
         for name, tensor in integers._asdict().items():
             self.register_buffer(name, tensor)
-        self.register_parameter("bias", bias)
         per_byte = 1 if integers.zero is None else 2
         self.out_features, self.in_features = len(integers.weight), per_byte * self.weight.shape[1]
+        self.stored_format = stored_format
 
     @property
     def bits(self) -> int:
@@ -75,6 +92,11 @@ class FooPackedLinear(nn.Linear):
             input = input.to(self.scale.dtype)
         output = quantized_product(input, self.weight, self.scale, self.zero, self.bias)
         return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode and not self.training:
+            logger.warning_once(UNTRAINED)
+        return super().train(mode)
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are: there are no other ones to start from."""

@@ -1,0 +1,107 @@
+"""Models whose weights become integers of 4 or 8 bits for good, and their files."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from foo_ops.integrations.transformers.checkpoints import FooQuantizer
+from foo_ops.integrations.transformers.compressed import described
+from foo_ops.integrations.transformers.formats import CompressedTensors
+from foo_ops.integrations.transformers.linear import FooLinear
+from foo_ops.integrations.transformers.memory import Mappings
+from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
+from foo_ops.integrations.transformers.quantized import FooQuantizedLinear, group_size_of
+from foo_ops.integrations.transformers.replacement import has_numbers, is_replaced, put_back
+from foo_ops.ops.linear_quantized import quantize_weight
+
+
+def pack(model: nn.Module, bits: int) -> None:
+    """Turn the linear layers of a model into packed ones, whose weights are freed.
+
+    A weight that another module has too, such as that of a head that is tied to the embedding,
+    stays: nothing would be freed.
+    """
+    owners = Counter(
+        id(it) for module in model.modules() for it in module._parameters.values() if it is not None
+    )
+    mappings = Mappings()
+    for module in model.modules():
+        if is_replaced(module) and isinstance(module, (FooLinear, FooQuantizedLinear)):
+            put_back(module)
+        if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
+            pack_layer(module, bits, mappings)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            use_quantizer(part)
+
+
+def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
+    weight = layer.weight
+    group_size = group_size_of(weight) if bits == 4 else None
+    if not has_numbers(weight) or (bits == 4 and group_size is None):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        integers = Integers(*quantize_weight(weight, bits, group_size))
+    # The caller may hold the weight.
+    mappings.release(weight, is_read_again=True)
+    FooPackedLinear.take_over(layer, integers, None)
+    layer.stored_format = CompressedTensors.of(layer)
+
+
+def use_quantizer(model: Any) -> None:
+    """Let transformers know that a model is quantised, as after loading its file."""
+    config = described(model)
+    if not config.settings["config_groups"]:
+        return
+    model.config.quantization_config = config
+    model.hf_quantizer = FooQuantizer(config)
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+
+
+def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Write a model with weights of 4 or 8 bits as compressed-tensors does.
+
+    `from_pretrained` reads it back without rounding, as other programs do that know the formats
+    ``pack-quantized`` and ``int-quantized``.
+
+    Args:
+        model: after ``apply(model, quantize=4, keep_weights=False)``, or loaded from a checkpoint
+            with weights of few bits.
+        folder: as for ``model.save_pretrained``.
+        options: others of ``model.save_pretrained``.
+
+    Raises:
+        ValueError: if no layer has weights of few bits, or if they are in act-order, which
+            compressed-tensors does not have.
+    """
+    layers = {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
+    if not layers:
+        raise ValueError(
+            "save_quantized: model must have weights of 4 or 8 bits, as after "
+            "apply(model, quantize=4, keep_weights=False), got none"
+        )
+    for name, layer in layers.items():
+        if layer.order is not None:
+            raise ValueError(
+                f"save_quantized: the inputs of all layers must be in their own order, got "
+                f"act-order in {name}; save_pretrained writes the format that was read"
+            )
+    own = [(layer, layer.stored_format) for layer in layers.values()]
+    quantizer, config = model.hf_quantizer, model.config.quantization_config
+    try:
+        for layer in layers.values():
+            if not isinstance(layer.stored_format, CompressedTensors):
+                layer.stored_format = CompressedTensors.of(layer)
+        use_quantizer(model)
+        model.save_pretrained(folder, **options)
+    finally:
+        for layer, format in own:
+            layer.stored_format = format
+        model.hf_quantizer, model.config.quantization_config = quantizer, config
