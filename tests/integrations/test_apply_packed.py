@@ -22,6 +22,7 @@ from foo_ops.integrations.transformers import (
     apply,
     left_alone,
     packed,
+    quantized,
     replaced,
     restore,
     save_quantized,
@@ -113,6 +114,44 @@ def test_others_keep_their_weights():
     assert layer.weight.is_floating_point()
     narrow = apply(nn.Linear(31, 4), quantize=4, keep_weights=False)
     assert narrow.weight.shape == (4, 31)
+
+
+def test_layers_with_the_same_input_are_joined(monkeypatch):
+    """In one product, while no adapter, hook or act-order is in the way."""
+    model, inputs = apply(wide(), quantize=4, keep_weights=False).eval(), tokens(1, 1)
+    expected, widths = run(model, None, inputs), []
+    product = quantized.quantized_product
+
+    def counted(input, weight, *others):
+        widths.append(len(weight))
+        return product(input, weight, *others)
+
+    monkeypatch.setattr(quantized, "quantized_product", counted)
+    monkeypatch.setattr(packed, "quantized_product", counted)
+    assert torch.equal(run(model, None, inputs), expected)
+    # Query, key and value; output; gate and up; down; head.
+    one = [64 + 16 + 16, 64, 128, 64]
+    assert widths == [*one, *one, 97]
+    layer, heard = model.model.layers[0].self_attn.k_proj, []
+    layer.register_forward_hook(lambda *_: heard.append(1))
+    assert torch.equal(run(model, None, inputs), expected)
+    assert heard == [1]
+    twin = copy.deepcopy(model).to("foo")
+    torch.testing.assert_close(run(twin, None, inputs), expected)
+
+
+def test_adapters_after_apply():
+    peft = pytest.importorskip("peft")
+    model, inputs = apply(wide(), quantize=4, keep_weights=False).eval(), tokens(1, 9)
+    expected = run(model, None, inputs)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj", "up_proj"]))
+    # New adapters add zero.
+    assert torch.equal(run(adapted, None, inputs), expected)
+    loss = adapted(input_ids=inputs, labels=inputs).loss
+    loss.backward()
+    trained = [it for it in adapted.parameters() if it.requires_grad]
+    assert len(trained) == 8
+    assert sum(bool(it.grad.any()) for it in trained) == 4
 
 
 def test_quantize_is_needed():

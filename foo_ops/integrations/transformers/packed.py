@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from foo_ops.integrations.transformers.quantized import quantized_product
+from foo_ops.integrations.transformers.replacement import can_multiply, has_hooks
 
 logger = logging.get_logger(__name__)
 UNTRAINED = (
@@ -92,6 +93,15 @@ class FooPackedLinear(nn.Linear):
             input = input.to(self.scale.dtype)
         output = quantized_product(input, self.weight, self.scale, self.zero, self.bias)
         return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
+
+    @property
+    def names_to_join(self) -> tuple[str, ...] | None:
+        """Names of the buffers that layers with the same input may have in common (`FooJoined`)."""
+        return Integers._fields[:3] if self.order is None else None
+
+    def joins(self, input: Tensor) -> bool:
+        """Whether a call multiplies by these buffers and adds the bias, and does nothing else."""
+        return not has_hooks(self) and can_multiply(input, self.scale, self.bias)
 
     def train(self, mode: bool = True) -> Any:
         if mode and not self.training:
