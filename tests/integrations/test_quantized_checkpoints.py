@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from support.quantized_files import (
     write_large,
 )
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from foo_ops.integrations.transformers import apply, checkpoints, left_alone, replaced
 from foo_ops.integrations.transformers import compressed as compressed_files
+from foo_ops.integrations.transformers.formats import Awq, CompressedTensors, Gptq
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
@@ -171,6 +174,30 @@ def test_layers_are_buffers(checkpoint):
     assert {"weight", "scale"} <= set(layer.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("kind", "make_layer", "options"),
+    [
+        (Awq, awq, {}),
+        (Gptq, gptq, {}),
+        (Gptq, gptq, {"has_order": True}),
+        (CompressedTensors, pack_quantized, {"is_symmetric": False}),
+    ],
+)
+def test_groups_that_the_kernels_do_not_have(kind, make_layer, options):
+    """Those of 96 are three of 32."""
+    torch.manual_seed(0)
+    stored, weight = make_layer(24, 192, 96, **options)
+    config = SimpleNamespace(bits=4, format="gemm" if kind is Awq else "gptq", to_dict=dict)
+    format = kind.find(stored, 24, 192, config)
+    layer = FooPackedLinear(format.read(stored, torch.float32))
+    assert layer.group_size == 32
+    assert_near(layer(torch.eye(192)), weight.t(), roundings=4)
+    written = format.write(layer)
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(written[name].to(tensor.dtype), tensor), name
+
+
 REFUSED = {
     "version": (
         AWQ | {"group_size": 32, "version": "gemv"},
@@ -250,13 +277,17 @@ def test_layer_that_the_model_leaves_out(tmp_path, monkeypatch):
     "checkpoint", [it for it in KINDS if it.startswith("compressed")], indirect=True
 )
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_compressed_tensors_reads_what_is_written(checkpoint, tmp_path):
+def test_compressed_tensors_reads_what_is_written(checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
-    folder, exact, _ = checkpoint
-    model = load(folder, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    # transformers' own; without dequantize it takes no packed zeros.
-    theirs = load(tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True))
+    folder, exact, tensors = checkpoint
+    load(folder, dtype=torch.float32).save_pretrained(tmp_path)
+    own = AUTO_QUANTIZER_MAPPING["compressed-tensors"].args[0]
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "compressed-tensors", own)
+    # Without dequantize, transformers 5.23 takes no packed zeros.
+    options = {}
+    if any("zero_point" in name for name in tensors):
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    theirs = load(tmp_path, **options)
     assert not replaced(theirs)
     assert_near(logits_of(theirs), logits_of(exact), roundings=64)
 
