@@ -55,22 +55,20 @@ ROWS = 256
 """Rows that are repacked at a time, so that temporary memory is small and in the caches."""
 
 
-def in_blocks(rows: int, repacked: Callable[[slice], Tensor]) -> Tensor:
-    """Repack a matrix by blocks of rows."""
-    found = None
+def in_blocks(rows: int, width: int, repack: Callable[[slice, Tensor], Any], like: Tensor) -> Any:
+    """Make a matrix of bytes, of which ``repack`` writes some rows at a time."""
+    found = like.new_empty((rows, width), dtype=torch.uint8)
     for first in range(0, rows, ROWS):
-        block = repacked(slice(first, first + ROWS))
-        if found is None:
-            found = block.new_empty((rows, block.shape[1]))
-        found[first : first + ROWS] = block
-    return torch.empty(0) if found is None else found
+        some = slice(first, min(first + ROWS, rows))
+        repack(some, found[some])
+    return found
 
 
-def packed_rows(words: Tensor, group_size: int) -> Tensor:
+def pack_rows(words: Tensor, group_size: int, packed: Tensor) -> None:
     """Repack (N, K / 8) int32 as `foo_ops.quantize_weight` does, (N, K / 2) uint8."""
     halves = words.unflatten(1, (-1, 2, group_size // 2 // PER_WORD))
-    even, odd = (it.view(torch.uint8) for it in joined(*halves.unbind(2)))
-    return torch.stack((even, odd), -1).flatten(1)
+    even, odd = (it.view(torch.uint8).flatten(1) for it in joined(*halves.unbind(2)))
+    torch.stack((even, odd), -1, out=packed.unflatten(1, (-1, 2)))
 
 
 def group_size_of(stored: int) -> int | None:
@@ -185,16 +183,18 @@ class Awq(Format):
         size: Any = group_size_of(self.group_size)
         words, scales = stored["qweight"], stored["scales"]
 
-        def repacked(rows: slice) -> Tensor:
+        def repack(rows: slice, packed: Tensor) -> None:
             block = words[:, rows.start // PER_WORD : rows.stop // PER_WORD]
             halves = block.unflatten(0, (-1, 2, size // 2))
-            # Transposed as words: torch moves four bytes as fast as one.
-            even, odd = (it.flatten(0, 1).t().contiguous() for it in joined(*halves.unbind(1)))
             # By `ORDER`, the bytes of even are outputs 0, 4, 1 and 5, those of odd 2, 6, 3 and 7.
-            columns = torch.stack((even, odd), 1).view(torch.uint8).unflatten(-1, (-1, 2, 2))
-            return columns.permute(0, 4, 1, 3, 2).flatten(0, 3)
+            outputs = packed.unflatten(0, (-1, 2, 2, 2))
+            for place, pairs in enumerate(joined(*halves.unbind(1))):
+                # Transposed as words: torch moves four bytes as fast as one.
+                bytes = pairs.flatten(0, 1).t().contiguous().view(torch.uint8)
+                outputs[:, :, place].permute(0, 3, 2, 1).copy_(bytes.unflatten(-1, (-1, 2, 2)))
 
-        weight = in_blocks(scales.shape[1], repacked)
+        columns, rows = len(words), scales.shape[1]
+        weight = in_blocks(rows, columns // 2, repack, words)
         zeros = nibbles(stored["qzeros"]).unflatten(1, (-1, PER_WORD))
         order = torch.tensor(self.ORDER, device=zeros.device).argsort()
         times = self.group_size // size
@@ -411,10 +411,11 @@ SIGN = 128
 def signed(words: Tensor) -> Tensor:
     """Unpack (N, K / 4) int32 into (N, K) int8."""
 
-    def repacked(rows: slice) -> Tensor:
-        return (words[rows].contiguous().view(torch.uint8) ^ SIGN).view(torch.int8)
+    def repack(rows: slice, bytes: Tensor) -> None:
+        torch.bitwise_xor(words[rows].contiguous().view(torch.uint8), SIGN, out=bytes)
 
-    return in_blocks(len(words), repacked)
+    integers: Tensor = in_blocks(len(words), 4 * words.shape[1], repack, words)
+    return integers.view(torch.int8)
 
 
 def words_of_signed(integers: Tensor) -> Tensor:
@@ -435,13 +436,14 @@ def grouped(
     """Return the weights of (N, K / 8) int32, scales and zeros (N, G)."""
     size: Any = group_size_of(group_size)
 
-    def repacked(rows: slice) -> Tensor:
+    def repack(rows: slice, packed: Tensor) -> None:
         block = words[rows].contiguous()
         if order is None:
-            return packed_rows(block, size)
-        return pack_integers(nibbles(block)[:, order].unflatten(1, (-1, size)))
+            pack_rows(block, size, packed)
+        else:
+            packed.copy_(pack_integers(nibbles(block)[:, order].unflatten(1, (-1, size))))
 
-    weight = in_blocks(len(words), repacked)
+    weight = in_blocks(len(words), 4 * words.shape[1], repack, words)
     scale, zero = (repeated(it, group_size // size) for it in (scale, zero))
     return Integers(weight, scale, zero, order)
 
