@@ -1,5 +1,6 @@
 """Checkpoints with linear layers of 4 and 8 bits are loaded, run and saved as they are."""
 
+import copy
 import json
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 from support.exact import assert_near
 
 pytest.importorskip("transformers")
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.processes import python
 from support.quantized_files import (
     awq,
@@ -19,13 +20,25 @@ from support.quantized_files import (
     write_checkpoint,
     write_large,
 )
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from foo_ops.integrations.transformers import apply, checkpoints, left_alone, replaced
+from foo_ops.integrations.transformers import (
+    apply,
+    checkpoints,
+    left_alone,
+    replaced,
+    save_quantized,
+)
 from foo_ops.integrations.transformers import compressed as compressed_files
 from foo_ops.integrations.transformers.formats import Awq, CompressedTensors, Gptq
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 
@@ -259,7 +272,7 @@ def test_layer_that_the_model_does_not_have(tmp_path):
         load(tmp_path)
     assert str(error.value) == (
         "awq: foo_ops cannot read the weights of model.layers.1.mlp.down_proj: "
-        "the model has no such layer, but maybe fused ones"
+        "the model has no such layer"
     )
 
 
@@ -299,6 +312,91 @@ def test_compressed_tensors_is_not_needed(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     folder, exact, _ = checkpoint
     assert_near(logits_of(load(folder)), logits_of(exact), roundings=64)
+
+
+# --------------------------------------------------------------------------------------- experts
+
+
+EXPERTS = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+QWEN = Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=96, head_dim=16)
+MIXTRAL = MixtralConfig(**EXPERTS, num_local_experts=4)
+MIXTURES = {
+    "awq": (*awq_files(32), QWEN),
+    "gptq": (*gptq_files(group_size=32), MIXTRAL),
+    "gptq, 8 bits": (*gptq_files(bits=8, group_size=-1, is_symmetric=True), QWEN),
+    "compressed": (*pack_quantized_files(group_size=32, symmetric=False), MIXTRAL),
+    "compressed, W8A8": (*compressed(int_quantized, 8, format="int-quantized"), QWEN),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts(kind, tmp_path):
+    """Files have a layer for each expert, which models fuse."""
+    exact, tensors = write_checkpoint(tmp_path, *MIXTURES[kind])
+    exact.set_experts_implementation("eager")
+    model = load(tmp_path, dtype=torch.float32)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert [type(it) for it in experts] == [FooPackedExperts] * 2
+    assert not list(experts[0].parameters())
+    expected = logits_of(exact)
+    assert_near(logits_of(model), expected, roundings=64)
+    assert replaced(apply(model))["quantize"] == 2 * 4 + 2
+    assert not left_alone(model)
+    assert_near(logits_of(model), expected, roundings=64)
+    assert_near(logits_of(copy.deepcopy(model).to("foo")), expected, roundings=64)
+    gradients = []
+    for it in (model, exact):
+        weight = it.get_input_embeddings().weight.requires_grad_()
+        gradients += torch.autograd.grad(it(tokens(), labels=tokens()).loss, weight)
+    assert_near(*gradients, roundings=256)
+    load(tmp_path).save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again/model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], it) for name, it in tensors.items())
+    save_quantized(load(tmp_path), tmp_path / "compressed")
+    again = load(tmp_path / "compressed", dtype=torch.float32)
+    assert_near(logits_of(again), expected, roundings=64)
+
+
+def without(folder, ending):
+    """Leave tensors out of a file."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: it for name, it in tensors.items() if not name.endswith(ending)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        (("experts.2.up_proj.qweight",), "2.up_proj is not quantised as others are"),
+        (("down_proj.qweight",), "only gate_up_proj is quantised"),
+    ],
+)
+def test_experts_of_which_some_are_missing(ending, message, tmp_path):
+    write_checkpoint(tmp_path, *MIXTURES["awq"])
+    without(tmp_path, ending)
+    with pytest.raises(NotImplementedError) as error:
+        load(tmp_path)
+    assert str(error.value) == (
+        f"awq: foo_ops cannot read the weights of model.layers.0.mlp.experts: {message}"
+    )
+
+
+def test_experts_in_act_order(tmp_path):
+    write_checkpoint(tmp_path, *gptq_files(group_size=32, has_order=True), QWEN)
+    with pytest.raises(NotImplementedError, match=r"experts must not have act-order$"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- memory
 
 
 LOADING = """

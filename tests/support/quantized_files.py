@@ -102,28 +102,52 @@ def int_quantized(rows, columns):
     return tensors, integers * scale.double()
 
 
-def write_checkpoint(folder, make_layer, described, **sizes):
-    """Write a Llama whose linear layers ``make_layer(rows, columns)`` makes.
+def write_checkpoint(folder, make_layer, described, config=None, **sizes):
+    """Write a model, by default a Llama, whose linear layers ``make_layer(rows, columns)`` makes.
 
     Returns:
         The model in float64 that the folder stands for, and the tensors of the file.
     """
     torch.manual_seed(0)
     kept = described.get("ignore", ["lm_head"])
-    config = LlamaConfig(**(SIZES | sizes))
+    config = config or LlamaConfig(**(SIZES | sizes))
     exact = AutoModelForCausalLM.from_config(config).double().eval()
     tensors = {}
+
+    def weight_of(name, rows, columns):
+        stored, weight = make_layer(rows, columns)
+        tensors.update({f"{name}.{last}": it for last, it in stored.items()})
+        return weight
+
     for name, module in exact.named_modules():
         if isinstance(module, nn.Linear) and name not in kept:
-            stored, weight = make_layer(*module.weight.shape)
-            tensors |= {f"{name}.{last}": it for last, it in stored.items()}
-            module.weight.data = weight
+            module.weight.data = weight_of(name, *module.weight.shape)
+        elif hasattr(module, "gate_up_proj"):
+            write_experts(module, name, weight_of, config)
         elif getattr(module, "weight", None) is not None:
             nn.init.normal_(module.weight, std=0.2)
-            tensors[f"{name}.weight"] = module.weight.detach().half()
-            module.weight.data = tensors[f"{name}.weight"].double()
+            weight = module.weight.detach().half()
+            tensors[f"{in_file(name, config)}.weight"] = weight
+            module.weight.data = weight.double()
     write_folder(folder, config, tensors, described)
     return exact, tensors
+
+
+def in_file(name, config):
+    """Return the name of a module in files, where Mixtral's mixtures have another one."""
+    return name.replace(".mlp", ".block_sparse_moe") if config.model_type == "mixtral" else name
+
+
+def write_experts(module, name, weight_of, config):
+    """Write each expert's layers, which a model fuses when it is loaded."""
+    name, gate, up, down = in_file(name, config), "gate_proj", "up_proj", "down_proj"
+    if config.model_type == "mixtral":
+        gate, up, down = "w1", "w3", "w2"
+    experts, both, columns = module.gate_up_proj.shape
+    for expert in range(experts):
+        parts = [weight_of(f"{name}.{expert}.{it}", both // 2, columns) for it in (gate, up)]
+        module.gate_up_proj.data[expert] = torch.cat(parts)
+        module.down_proj.data[expert] = weight_of(f"{name}.{expert}.{down}", columns, both // 2)
 
 
 def write_large(folder, described, shapes, **sizes):
@@ -150,7 +174,6 @@ def write_folder(folder, config, tensors, described):
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described = config.to_dict() | {
-        "architectures": ["LlamaForCausalLM"],
         "dtype": "float16",
         "quantization_config": described,
     }

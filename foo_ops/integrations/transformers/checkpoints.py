@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -28,6 +34,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import is_compressed_tensors_available, is_gptqmodel_available
 
 from foo_ops.integrations.transformers.compressed import ConfigReader, described, is_read
+from foo_ops.integrations.transformers.experts import names_of_weights
 from foo_ops.integrations.transformers.formats import (
     FORMATS,
     Awq,
@@ -38,6 +45,13 @@ from foo_ops.integrations.transformers.formats import (
 )
 from foo_ops.integrations.transformers.memory import Mappings
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import (
+    FooPackedExperts,
+    Parts,
+    can_be_packed,
+    packed_layers,
+    sizes_of_experts,
+)
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -50,28 +64,51 @@ def tensors_in(files: Iterable[str]) -> dict[str, Tensor]:
     return found
 
 
-def by_module(model: Any, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Sort tensors by the modules that they are loaded into, with the last parts of their names."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [it for it in mapping if isinstance(it, WeightRenaming)]
-    own = model.state_dict()
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        owner, _, last = name.rpartition(".")
-        # A quantised layer's tensors follow its weight, whose name the model knows.
-        weight, _ = rename_source_key(
-            f"{owner}.weight", renamings, [], model.base_model_prefix, own
-        )
-        found[weight.removesuffix(".weight")][last] = tensor
-    return found
+class Names:
+    """Finds the modules of a model into which the tensors of a file are loaded."""
+
+    def __init__(self, model: Any) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self.model = model
+        self.own = model.state_dict()
+        self.renamings = [it for it in mapping if isinstance(it, WeightRenaming)]
+        self.converters = [it for it in mapping if isinstance(it, WeightConverter)]
+
+    def by_layer(self, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Sort tensors by layers, with the last parts of their names."""
+        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            owner, _, last = name.rpartition(".")
+            # A quantised layer's tensors follow its weight, whose name the model knows.
+            found[self.renamed(f"{owner}.weight").removesuffix(".weight")][last] = tensor
+        return found
+
+    def renamed(self, weight: str) -> str:
+        prefix = self.model.base_model_prefix
+        name, _ = rename_source_key(weight, self.renamings, [], prefix, self.own)
+        return name
+
+    def experts_of(self, name: str) -> tuple[str, Parts]:
+        """Return the experts that have fused a layer, and with which others.
+
+        Raises:
+            UnreadableError: if the model has no such layer.
+        """
+        target, pattern = rename_source_key(f"{name}.weight", [], self.converters)
+        converter = next((it for it in self.converters if pattern in it.source_patterns), None)
+        path, _, weight = target.rpartition(".")
+        if converter is None or target not in self.own or not name.startswith(f"{path}."):
+            raise UnreadableError("the model has no such layer")
+        merging = all(isinstance(it, (MergeModulelist, Concatenate)) for it in converter.operations)
+        experts = self.model.get_submodule(path)
+        if not merging or not (isinstance(experts, StoredExperts) or can_be_packed(experts)):
+            raise UnreadableError("foo::moe_experts does not compute what its experts do")
+        layers = tuple(it.split(".")[-2] for it in converter.source_patterns)
+        return path, Parts(weight, layers)
 
 
-def sizes_of(model: nn.Module, name: str) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a model's linear layer."""
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        raise UnreadableError("the model has no such layer, but maybe fused ones") from None
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, Conv1D):
@@ -118,6 +155,45 @@ class StoredLinear(nn.Module):
         return layer.train(self.training)
 
 
+class StoredExperts(nn.Module):
+    """Stands for experts while the tensors of their layers are loaded.
+
+    Attributes:
+        own: the model's module, which has no memory.
+        parts: found so far.
+    """
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        vars(self)["own"] = own
+        self.parts: dict[str, Parts] = {}
+
+    def add(self, name: str, parts: Parts, layer: StoredLinear) -> None:
+        expert, _, last = name.partition(".")
+        if expert not in self._modules:
+            self.add_module(expert, nn.Module())
+        self.get_submodule(expert).add_module(last, layer)
+        self.parts[parts.weight] = parts
+
+    def packed(self, mappings: Mappings) -> FooPackedExperts:
+        def read(name: str) -> FooPackedLinear:
+            try:
+                stored: Any = self.get_submodule(name)
+            except AttributeError:
+                raise UnreadableError(f"{name} is not quantised as others are") from None
+            layer: FooPackedLinear = stored.packed(mappings)
+            if layer.order is not None:
+                raise UnreadableError("experts must not have act-order")
+            return layer
+
+        own: Any = vars(self)["own"]
+        names = names_of_weights(own)
+        if set(names) != self.parts.keys():
+            raise UnreadableError(f"only {', '.join(self.parts)} is quantised")
+        parts = [self.parts[it] for it in names]
+        return FooPackedExperts(own, parts, read).train(self.training)
+
+
 def start_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -135,21 +211,53 @@ class FooQuantizer(HfQuantizer):
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
         kind = FORMATS[self.method]
-        for name, stored in by_module(model, tensors_in(checkpoint_files)).items():
+        names = Names(model)
+        for name, stored in names.by_layer(tensors_in(checkpoint_files)).items():
             if not kind.is_in(stored) or is_ignored(model, name):
                 continue
             with self.reading(name):
-                format = kind.find(stored, *sizes_of(model, name), self.quantization_config)
+                try:
+                    module = model.get_submodule(name)
+                except AttributeError:
+                    self.store_expert(model, name, names, stored, dtype)
+                    continue
+                format = kind.find(stored, *sizes_of(module), self.quantization_config)
             model.set_submodule(name, StoredLinear(format, stored, dtype))
+
+    def store_expert(
+        self, model: Any, name: str, names: Names, stored: dict[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        path, parts = names.experts_of(name)
+        experts = model.get_submodule(path)
+        if not isinstance(experts, StoredExperts):
+            experts = StoredExperts(experts)
+            model.set_submodule(path, experts)
+        rows, columns = sizes_of_experts(vars(experts)["own"], parts.weight)
+        sizes = rows // len(parts.layers), columns
+        format = FORMATS[self.method].find(stored, *sizes, self.quantization_config)
+        layer = StoredLinear(format, stored, dtype)
+        experts.add(name.removeprefix(f"{path}."), parts, layer)
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Leave out those that fuse experts, which stay apart while they are loaded."""
+        own = [name for name, _ in model.named_parameters()]
+        return [
+            it
+            for it in weight_conversions
+            if not isinstance(it, WeightConverter)
+            or any(name.endswith(target) for name in own for target in it.target_patterns)
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> None:
         """Pack the layers, one after the other."""
         mappings = Mappings()
         with torch.inference_mode(False), torch.no_grad():
-            for name, module in list(model.named_modules()):
-                if isinstance(module, StoredLinear):
-                    with self.reading(name):
-                        model.set_submodule(name, module.packed(mappings))
+            # Experts come before their layers, and pack them.
+            for kind in (StoredExperts, StoredLinear):
+                for name, module in list(model.named_modules()):
+                    if isinstance(module, kind):
+                        with self.reading(name):
+                            model.set_submodule(name, module.packed(mappings))
         if self.method == CompressedTensors.method:
             model.config.quantization_config = described(model)
 
@@ -167,11 +275,14 @@ class FooQuantizer(HfQuantizer):
         """Return the tensors of a file."""
         tensors = model.state_dict()
         for name, module in model.named_modules():
-            if isinstance(module, FooPackedLinear):
+            if isinstance(module, (FooPackedExperts, FooPackedLinear)):
                 for last in module._buffers:
                     tensors.pop(f"{name}.{last}", None)
-                written = module.stored_format.write(module)
-                tensors.update({f"{name}.{last}": it for last, it in written.items()})
+        is_compressed = self.method == CompressedTensors.method
+        for name, layer in packed_layers(model):
+            format = CompressedTensors.of(layer) if is_compressed else layer.stored_format
+            written = format.write(layer)
+            tensors.update({f"{name}.{last}": it for last, it in written.items()})
         return tensors, {}
 
     def is_serializable(self, *arguments: Any, **keywords: Any) -> bool:

@@ -12,7 +12,7 @@ from transformers.utils import is_compressed_tensors_available
 from transformers.utils.quantization_config import CompressedTensorsConfig, QuantizationMethod
 
 from foo_ops.integrations.transformers.formats import CompressedTensors
-from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import packed_layers
 
 READ = {
     (4, "group"): ("pack-quantized",),
@@ -67,18 +67,14 @@ def is_read(config: Any) -> bool:
 
 def described(model: nn.Module) -> StoredConfig:
     """Return the configuration of a model with packed layers, whose activations are floating."""
-    linear = {name: it for name, it in model.named_modules() if isinstance(it, nn.Linear)}
-    packed = {name: it for name, it in linear.items() if isinstance(it, FooPackedLinear)}
+    linear = [name for name, it in model.named_modules() if isinstance(it, nn.Linear)]
+    widths = {name: it.in_features for name, it in packed_layers(model)}
+    packed = {name: CompressedTensors.of(it) for name, it in packed_layers(model)}
     # A row may be one group like those of other layers: readers prefer one scheme for all.
-    sizes = {
-        it.stored_format.group_size
-        for it in packed.values()
-        if it.stored_format.group_size < it.in_features
-    }
+    sizes = {it.group_size for name, it in packed.items() if it.group_size < widths[name]}
     layers: dict[CompressedTensors, list[str]] = defaultdict(list)
-    for name, layer in packed.items():
-        format: CompressedTensors = layer.stored_format
-        is_row = format.group_size == layer.in_features and format.group_size not in sizes
+    for name, format in packed.items():
+        is_row = format.group_size == widths[name] and format.group_size not in sizes
         layers[replace(format, group_size=-1) if is_row else format].append(name)
     groups = {}
     for number, (format, names) in enumerate(layers.items()):

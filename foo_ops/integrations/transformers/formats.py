@@ -328,7 +328,9 @@ class CompressedTensors(Format):
 
     @classmethod
     def of(cls, layer: FooPackedLinear) -> CompressedTensors:
-        """Return the format that writes a layer of any origin without rounding."""
+        """Return the format that a layer was read from, or else one that writes it exactly."""
+        if isinstance(layer.stored_format, cls):
+            return layer.stored_format
         is_row = layer.group_size is None
         return cls(layer.bits, layer.group_size or layer.in_features, not is_row, is_row)
 

@@ -27,6 +27,7 @@ from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
 from foo_ops.integrations.transformers.packing import pack
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
@@ -213,7 +214,7 @@ def restore(model: Model) -> Model:
 
 def kinds_of(module: nn.Module) -> set[str]:
     """Return the kinds of work that a module does with foo's operators."""
-    if isinstance(module, FooPackedLinear):
+    if isinstance(module, (FooPackedExperts, FooPackedLinear)):
         kinds = {"quantize"}
     elif not is_replaced(module):
         kinds = set()
@@ -286,7 +287,7 @@ def reason_of(module: nn.Module) -> str | None:
         return None if isinstance(module, FooAttention) else reason_of_attention(module)
     if "Norm" in name and isinstance(getattr(module, "weight", None), nn.Parameter):
         return None if is_replaced(module) else reason_of_norm(module)
-    if is_replaced(module) or isinstance(module, FooMxfp4Experts):
+    if is_replaced(module) or isinstance(module, (FooMxfp4Experts, FooPackedExperts)):
         return None
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None

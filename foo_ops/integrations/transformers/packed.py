@@ -45,7 +45,7 @@ class FooPackedLinear(nn.Linear):
 
     Attributes:
         weight, scale, zero, order: see `Integers`.
-        stored_format: writes the layer to a file; a `Format` of formats.py.
+        stored_format: the `Format` of formats.py that the layer was read from, or None.
     """
 
     weight: Tensor
@@ -63,13 +63,13 @@ class FooPackedLinear(nn.Linear):
         self.hold(integers, stored_format)
 
     @classmethod
-    def take_over(cls, layer: nn.Linear, integers: Integers, stored_format: Any) -> None:
+    def take_over(cls, layer: nn.Linear, integers: Integers) -> None:
         """Turn a linear layer into a packed one, which has no reference to the layer's weight."""
         del layer.weight
         layer.__class__ = cls
-        layer.hold(integers, stored_format)  # type: ignore[operator]
+        layer.hold(integers)  # type: ignore[operator]
 
-    def hold(self, integers: Integers, stored_format: Any) -> None:
+    def hold(self, integers: Integers, stored_format: Any = None) -> None:
         for name, tensor in integers._asdict().items():
             self.register_buffer(name, tensor)
         per_byte = 1 if integers.zero is None else 2

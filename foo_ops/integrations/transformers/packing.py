@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from foo_ops.integrations.transformers.checkpoints import FooQuantizer
 from foo_ops.integrations.transformers.compressed import described
-from foo_ops.integrations.transformers.formats import CompressedTensors
 from foo_ops.integrations.transformers.linear import FooLinear
 from foo_ops.integrations.transformers.memory import Mappings
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
+from foo_ops.integrations.transformers.packed_experts import packed_layers
 from foo_ops.integrations.transformers.quantized import FooQuantizedLinear, group_size_of
 from foo_ops.integrations.transformers.replacement import has_numbers, is_replaced, put_back
 from foo_ops.ops.linear_quantized import quantize_weight
@@ -50,8 +50,7 @@ def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
         integers = Integers(*quantize_weight(weight, bits, group_size))
     # The caller may hold the weight.
     mappings.release(weight, is_read_again=True)
-    FooPackedLinear.take_over(layer, integers, None)
-    layer.stored_format = CompressedTensors.of(layer)
+    FooPackedLinear.take_over(layer, integers)
 
 
 def use_quantizer(model: Any) -> None:
@@ -81,7 +80,7 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
         ValueError: if no layer has weights of few bits, or if they are in act-order, which
             compressed-tensors does not have.
     """
-    layers = {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
+    layers = dict(packed_layers(model))
     if not layers:
         raise ValueError(
             "save_quantized: model must have weights of 4 or 8 bits, as after "
@@ -93,15 +92,9 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
                 f"save_quantized: the inputs of all layers must be in their own order, got "
                 f"act-order in {name}; save_pretrained writes the format that was read"
             )
-    own = [(layer, layer.stored_format) for layer in layers.values()]
     quantizer, config = model.hf_quantizer, model.config.quantization_config
     try:
-        for layer in layers.values():
-            if not isinstance(layer.stored_format, CompressedTensors):
-                layer.stored_format = CompressedTensors.of(layer)
         use_quantizer(model)
         model.save_pretrained(folder, **options)
     finally:
-        for layer, format in own:
-            layer.stored_format = format
         model.hf_quantizer, model.config.quantization_config = quantizer, config
