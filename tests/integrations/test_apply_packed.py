@@ -28,6 +28,7 @@ from foo_ops.integrations.transformers import (
     save_quantized,
 )
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
 
 LLAMA = "llama"
 
@@ -200,6 +201,34 @@ def test_a_loaded_model_shrinks(tmp_path):
     process = python(PACKING, input=str(tmp_path), new=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout.splitlines()[-1]) <= 0.7 * size
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts(bits, tmp_path, device):
+    """They are freed too, if the layers that a model fuses have names in its files."""
+    name = "qwen2_moe: windows that only the mask tells of"
+    wide(name).save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", device_map=device)
+    inputs, twin = tokens(2, 12), exact_copy(model)
+    twin.set_experts_implementation("eager")
+    for module in twin.modules():
+        if type(module) is nn.Linear:
+            module.weight = rounded(module.weight, bits, False)
+        elif hasattr(module, "has_gate"):
+            for weight in ("gate_up_proj", "down_proj"):
+                setattr(module, weight, rounded(getattr(module, weight), bits, False))
+    with Doubles():
+        exact = run(twin, "eager", inputs)
+    weights = [weakref.ref(layer.mlp.experts.gate_up_proj) for layer in model.model.layers]
+    apply(model, quantize=bits)
+    apply(model, quantize=bits, keep_weights=False)
+    assert not any(it() is not None for it in weights)
+    assert all(isinstance(it.mlp.experts, FooPackedExperts) for it in model.model.layers)
+    assert_near(run(model, None, inputs), exact, roundings=128)
+    save_quantized(model, tmp_path)
+    again = apply(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device))
+    assert replaced(again)["quantize"] == replaced(model)["quantize"]
+    assert torch.equal(run(again, None, inputs), run(model, None, inputs))
 
 
 # ------------------------------------------------------------------------------------------ files

@@ -94,17 +94,23 @@ class Names:
         Raises:
             UnreadableError: if the model has no such layer.
         """
-        target, pattern = rename_source_key(f"{name}.weight", [], self.converters)
-        converter = next((it for it in self.converters if pattern in it.source_patterns), None)
-        path, _, weight = target.rpartition(".")
-        if converter is None or target not in self.own or not name.startswith(f"{path}."):
+        target, _ = rename_source_key(f"{name}.weight", [], self.converters)
+        parts, path = self.parts_of(target), target.rpartition(".")[0]
+        if parts is None or target not in self.own or not name.startswith(f"{path}."):
             raise UnreadableError("the model has no such layer")
-        merging = all(isinstance(it, (MergeModulelist, Concatenate)) for it in converter.operations)
         experts = self.model.get_submodule(path)
-        if not merging or not (isinstance(experts, StoredExperts) or can_be_packed(experts)):
+        if not (isinstance(experts, StoredExperts) or can_be_packed(experts)):
             raise UnreadableError("foo::moe_experts does not compute what its experts do")
-        layers = tuple(it.split(".")[-2] for it in converter.source_patterns)
-        return path, Parts(weight, layers)
+        return path, parts
+
+    def parts_of(self, weight: str) -> Parts | None:
+        """Return the layers of a file whose rows are joined in a weight of experts."""
+        for it in self.converters:
+            merging = all(isinstance(op, (MergeModulelist, Concatenate)) for op in it.operations)
+            if merging and weight.endswith(it.target_patterns[0]):
+                layers = tuple(source.split(".")[-2] for source in it.source_patterns)
+                return Parts(weight.rpartition(".")[2], layers)
+        return None
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:

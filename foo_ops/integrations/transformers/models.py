@@ -124,10 +124,11 @@ def apply(
             stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
             changes, its copy is renewed; a change of few elements through ``.data`` is noticed by
             ``model.eval()``.
-        keep_weights: with False and ``quantize``, the weights of linear layers are freed once they
-            are quantised: the model takes the memory of the integers, is for inference and for
-            training adapters (peft), and cannot be restored. `save_quantized` writes it. Experts,
-            ``Conv1D`` and a head that is tied to the embedding keep theirs, beside a copy.
+        keep_weights: with False and ``quantize``, weights of linear layers and experts are freed
+            once they are quantised: the model takes the memory of the integers, is for inference
+            and for training adapters (peft), and cannot be restored. `save_quantized` writes it.
+            ``Conv1D``, a head that is tied to the embedding, and experts that files do not have
+            layer by layer keep theirs, beside a copy.
 
     Raises:
         TypeError: if model is not a module.

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foo_ops.integrations.transformers.checkpoints import FooQuantizer
+from foo_ops.integrations.transformers.checkpoints import FooQuantizer, Names
 from foo_ops.integrations.transformers.compressed import described
+from foo_ops.integrations.transformers.experts import (
+    FooExperts,
+    names_of_weights,
+    weights_of,
+)
 from foo_ops.integrations.transformers.linear import FooLinear
 from foo_ops.integrations.transformers.memory import Mappings
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
-from foo_ops.integrations.transformers.packed_experts import packed_layers
-from foo_ops.integrations.transformers.quantized import FooQuantizedLinear, group_size_of
+from foo_ops.integrations.transformers.packed_experts import (
+    FooPackedExperts,
+    Parts,
+    can_be_packed,
+    packed_layers,
+)
+from foo_ops.integrations.transformers.quantized import (
+    FooQuantizedExperts,
+    FooQuantizedLinear,
+    group_size_of,
+)
 from foo_ops.integrations.transformers.replacement import has_numbers, is_replaced, put_back
 from foo_ops.ops.linear_quantized import quantize_weight
 
 
 def pack(model: nn.Module, bits: int) -> None:
-    """Turn the linear layers of a model into packed ones, whose weights are freed.
+    """Turn linear layers and experts of a model into packed ones, whose weights are freed.
 
     A weight that another module has too, such as that of a head that is tied to the embedding,
     stays: nothing would be freed.
@@ -36,6 +51,8 @@ def pack(model: nn.Module, bits: int) -> None:
             put_back(module)
         if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
             pack_layer(module, bits, mappings)
+    if isinstance(model, PreTrainedModel):
+        pack_experts(model, bits, mappings)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             use_quantizer(part)
@@ -51,6 +68,49 @@ def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
     # The caller may hold the weight.
     mappings.release(weight, is_read_again=True)
     FooPackedLinear.take_over(layer, integers)
+
+
+def pack_experts(model: PreTrainedModel, bits: int, mappings: Mappings) -> None:
+    """Pack the experts whose layers have names of their own in files."""
+    names = Names(model)
+    for path, module in list(model.named_modules()):
+        if is_replaced(module) and isinstance(module, (FooExperts, FooQuantizedExperts)):
+            put_back(module)
+        if not can_be_packed(module):
+            continue
+        found = [names.parts_of(f"{path}.{it}") for it in names_of_weights(module)]
+        parts = [it for it in found if it is not None]
+        up, down, *_ = weights_of(module)
+        weights = dict(zip(names_of_weights(module), (up, down)))
+        sizes = {name: group_size_of(it) for name, it in weights.items()}
+        if len(parts) < 2 or (bits == 4 and None in sizes.values()):
+            continue
+        if all(has_numbers(module.get_parameter(it)) for it in weights):
+            packed = FooPackedExperts(module, parts, reader(weights, parts, bits))
+            model.set_submodule(path, packed.train(module.training))
+            for it in weights.values():
+                mappings.release(it, is_read_again=True)
+
+
+def reader(
+    weights: dict[str, Tensor], parts: list[Parts], bits: int
+) -> Callable[[str], FooPackedLinear]:
+    """Make a function that quantises one layer of one expert."""
+    places = {
+        layer: (weights[weight], place, len(layers))
+        for weight, layers in parts
+        for place, layer in enumerate(layers)
+    }
+
+    def read(name: str) -> FooPackedLinear:
+        expert, _, layer = name.partition(".")
+        weight, place, count = places[layer]
+        rows = weight[int(expert)].chunk(count)[place]
+        with torch.inference_mode(False), torch.no_grad():
+            group_size = group_size_of(weight) if bits == 4 else None
+            return FooPackedLinear(Integers(*quantize_weight(rows, bits, group_size)))
+
+    return read
 
 
 def use_quantizer(model: Any) -> None:
