@@ -293,6 +293,17 @@ def test_other_formats_are_converted(tmp_path):
     assert before.keys() == after.keys()
 
 
+def test_a_quantised_checkpoint_is_quantised_further(tmp_path):
+    """Its head gets 4 bits too, in the one format that has both."""
+    model, inputs = gptq_folder(tmp_path / "gptq", has_order=True), tokens(2, 12) % 50
+    apply(model, quantize=4, keep_weights=False)
+    assert replaced(model)["quantize"] == 8
+    model.save_pretrained(tmp_path / "saved")
+    again = apply(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    assert replaced(again)["quantize"] == 8
+    assert torch.equal(run(again, None, inputs), run(model, None, inputs))
+
+
 def test_refused(tmp_path):
     message = (
         "save_quantized: model must have weights of 4 or 8 bits, as after "

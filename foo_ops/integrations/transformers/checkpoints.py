@@ -105,11 +105,18 @@ class Names:
 
     def parts_of(self, weight: str) -> Parts | None:
         """Return the layers of a file whose rows are joined in a weight of experts."""
+        converter = self.converter_of(weight)
+        if converter is None:
+            return None
+        layers = tuple(source.split(".")[-2] for source in converter.source_patterns)
+        return Parts(weight.rpartition(".")[2], layers)
+
+    def converter_of(self, weight: str) -> WeightConverter | None:
+        """Return what joins the layers of a file in a weight of experts, and nothing else."""
         for it in self.converters:
-            merging = all(isinstance(op, (MergeModulelist, Concatenate)) for op in it.operations)
-            if merging and weight.endswith(it.target_patterns[0]):
-                layers = tuple(source.split(".")[-2] for source in it.source_patterns)
-                return Parts(weight.rpartition(".")[2], layers)
+            is_join = all(isinstance(op, (MergeModulelist, Concatenate)) for op in it.operations)
+            if is_join and weight.endswith(it.target_patterns[0]):
+                return it
         return None
 
 
@@ -207,6 +214,11 @@ def start_of(tensor: Tensor) -> int:
 class FooQuantizer(HfQuantizer):
     """Loads linear layers as they are in the file, for CPUs and ``foo``."""
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.apart: set[str] = set()
+        """Weights of experts, as patterns, whose layers stay apart while they are loaded."""
+
     @property
     def method(self) -> str:
         method = self.quantization_config.quant_method
@@ -234,6 +246,8 @@ class FooQuantizer(HfQuantizer):
         self, model: Any, name: str, names: Names, stored: dict[str, Tensor], dtype: torch.dtype
     ) -> None:
         path, parts = names.experts_of(name)
+        converter: Any = names.converter_of(f"{path}.{parts.weight}")
+        self.apart.update(converter.target_patterns)
         experts = model.get_submodule(path)
         if not isinstance(experts, StoredExperts):
             experts = StoredExperts(experts)
@@ -245,14 +259,8 @@ class FooQuantizer(HfQuantizer):
         experts.add(name.removeprefix(f"{path}."), parts, layer)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Leave out those that fuse experts, which stay apart while they are loaded."""
-        own = [name for name, _ in model.named_parameters()]
-        return [
-            it
-            for it in weight_conversions
-            if not isinstance(it, WeightConverter)
-            or any(name.endswith(target) for name in own for target in it.target_patterns)
-        ]
+        """Leave out those that fuse experts."""
+        return [it for it in weight_conversions if not self.apart.intersection(it.target_patterns)]
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> None:
         """Pack the layers, one after the other."""

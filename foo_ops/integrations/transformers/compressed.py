@@ -44,8 +44,15 @@ class ConfigReader:
 
     @staticmethod
     def from_dict(settings: dict[str, Any], **keywords: Any) -> Any:
-        kind = CompressedTensorsConfig if is_compressed_tensors_available() else StoredConfig
+        has_package = is_compressed_tensors_available() and not has_act_order(settings)
+        kind = CompressedTensorsConfig if has_package else StoredConfig
         return kind.from_dict(settings, **keywords)
+
+
+def has_act_order(settings: dict[str, Any]) -> bool:
+    """Whether inputs have groups in another order, which the package no longer reads."""
+    groups = (settings.get("config_groups") or {}).values()
+    return any((it.get("weights") or {}).get("actorder") in ("group", True) for it in groups)
 
 
 def is_read(config: Any) -> bool:

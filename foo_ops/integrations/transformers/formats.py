@@ -331,8 +331,9 @@ class CompressedTensors(Format):
         """Return the format that a layer was read from, or else one that writes it exactly."""
         if isinstance(layer.stored_format, cls):
             return layer.stored_format
-        is_row = layer.group_size is None
-        return cls(layer.bits, layer.group_size or layer.in_features, not is_row, is_row)
+        is_row, has_index = layer.group_size is None, layer.order is not None
+        size = layer.group_size or layer.in_features
+        return cls(layer.bits, size, not is_row, is_row, has_index)
 
     @classmethod
     def is_in(cls, stored: Stored) -> bool:

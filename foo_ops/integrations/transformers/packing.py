@@ -51,10 +51,9 @@ def pack(model: nn.Module, bits: int) -> None:
             put_back(module)
         if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
             pack_layer(module, bits, mappings)
-    if isinstance(model, PreTrainedModel):
-        pack_experts(model, bits, mappings)
-    for part in model.modules():
+    for part in list(model.modules()):
         if isinstance(part, PreTrainedModel):
+            pack_experts(part, bits, mappings)
             use_quantizer(part)
 
 
