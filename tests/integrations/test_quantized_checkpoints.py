@@ -95,6 +95,15 @@ def pack_quantized_files(bits=4, group_size=None, symmetric=True, ignore=("lm_he
     return compressed(make_layer, bits, group_size, symmetric, ignore=ignore)
 
 
+def with_act_order(group_size):
+    make_layer, described = compressed(
+        lambda rows, columns: pack_quantized(rows, columns, group_size, has_order=True),
+        group_size=group_size,
+    )
+    described["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return make_layer, described
+
+
 KINDS = {
     "awq": awq_files(128),
     "awq, 64": awq_files(64),
@@ -108,6 +117,7 @@ KINDS = {
     "compressed": pack_quantized_files(group_size=128),
     # The head has 50 rows, no multiple of the 8 zeros of a word.
     "compressed, asymmetric, 32": pack_quantized_files(group_size=32, symmetric=False, ignore=()),
+    "older compressed, act-order": with_act_order(64),
     "compressed, a row": pack_quantized_files(),
     "compressed, 8 bits, packed": pack_quantized_files(bits=8),
     "compressed, W8A8": compressed(int_quantized, 8, format="int-quantized"),
@@ -333,7 +343,7 @@ MIXTURES = {
     "gptq": (*gptq_files(group_size=32), MIXTRAL),
     "gptq, 8 bits": (*gptq_files(bits=8, group_size=-1, is_symmetric=True), QWEN),
     "compressed": (*pack_quantized_files(group_size=32, symmetric=False), MIXTRAL),
-    "compressed, W8A8": (*compressed(int_quantized, 8, format="int-quantized"), QWEN),
+    "compressed, W8A8": (*compressed(int_quantized, 8, format="int-quantized"), MIXTRAL),
 }
 
 

@@ -75,8 +75,11 @@ def gptq(rows, columns, group_size=128, bits=4, offset=1, is_symmetric=False, ha
     return tensors, (integers - zero[:, group_of]).double() * scale[:, group_of].double()
 
 
-def pack_quantized(rows, columns, group_size=128, bits=4, is_symmetric=True):
-    """Return the tensors of compressed-tensors' pack-quantized; -1 is its strategy "channel"."""
+def pack_quantized(rows, columns, group_size=128, bits=4, is_symmetric=True, has_order=False):
+    """Return the tensors of compressed-tensors' pack-quantized; -1 is its strategy "channel".
+
+    ``has_order``: with act-order, as its older versions wrote.
+    """
     integers, scale, zero = random_layer(rows, columns, group_size, bits)
     middle = 2 ** (bits - 1)
     if is_symmetric:
@@ -91,7 +94,11 @@ def pack_quantized(rows, columns, group_size=128, bits=4, is_symmetric=True):
     if not is_symmetric:
         missing = torch.full((-rows % 8, zero.shape[1]), -middle)
         tensors["weight_zero_point"] = packed(torch.cat((zero, missing)) + middle, 0, bits)
-    return tensors, (integers - spread(zero, columns)) * spread(scale, columns).double()
+    group_of = torch.arange(columns) // (columns if group_size == -1 else group_size)
+    if has_order:
+        group_of = group_of[torch.randperm(columns)]
+        tensors["weight_g_idx"] = group_of.to(torch.int32)
+    return tensors, (integers - zero[:, group_of]) * scale[:, group_of].double()
 
 
 def int_quantized(rows, columns):
