@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from support.quantized_files import (
     write_large,
 )
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     MixtralConfig,
@@ -177,6 +179,22 @@ def test_file_is_written_back(checkpoint, tmp_path):
         assert saved[name].dtype == tensor.dtype
         assert torch.equal(saved[name], tensor), name
     assert torch.equal(logits_of(load(tmp_path)), logits_of(model))
+
+
+@pytest.mark.parametrize("checkpoint", ["awq", "older compressed, act-order"], indirect=True)
+def test_shards_pickles_and_parts(checkpoint, tmp_path):
+    folder, _, tensors = checkpoint
+    model = load(folder)
+    expected = logits_of(model)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits_of(load(tmp_path / "shards")), expected)
+    shutil.copy(folder / "config.json", tmp_path)
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert torch.equal(logits_of(load(tmp_path)), expected)
+    part = AutoModel.from_pretrained(folder)
+    hidden = part(tokens()).last_hidden_state
+    assert torch.equal(hidden, model.model(tokens()).last_hidden_state)
 
 
 def test_gradient_of_the_input(checkpoint):

@@ -14,8 +14,10 @@ implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an 
 
     >>> restore(model).set_attn_implementation("foo")
 
-Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``; those of gpt-oss's
-checkpoints, which are MXFP4, stay so on CPUs.
+Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``.
+
+Checkpoints with weights of 4 and 8 bits (AWQ, GPTQ, compressed-tensors) and with experts of MXFP4
+stay so on CPUs. `save_quantized` writes a model that `apply` has quantised.
 
 ``"foo_flex"`` is another implementation of attention, by `foo_ops.flex_attention`: there masks of
 any pattern are functions, and never in memory.

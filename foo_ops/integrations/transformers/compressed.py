@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Quan
 
 from foo_ops.integrations.transformers.formats import CompressedTensors
 from foo_ops.integrations.transformers.packed_experts import packed_layers
+from foo_ops.ops.linear_quantized import GROUP_SIZES
 
 READ = {
     (4, "group"): ("pack-quantized",),
@@ -66,8 +67,9 @@ def is_read(config: Any) -> bool:
         format = group.get("format") or settings.get("format")
         if weights.get("type", "int") != "int" or format not in READ.get(kind, ()):
             return False
-        is_symmetric = weights.get("symmetric", True)
-        if (not is_symmetric and kind[0] == 8) or (weights.get("group_size") or 32) % 32 > 0:
+        if kind[0] == 8 and not weights.get("symmetric", True):
+            return False
+        if kind[1] == "group" and weights.get("group_size", 0) % GROUP_SIZES[0] > 0:
             return False
     return True
 
