@@ -207,6 +207,30 @@ def test_gradient_of_the_input(checkpoint):
     assert_near(*gradients, roundings=256)
 
 
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("checkpoint", ["awq", "gptq, act-order", "compressed"], indirect=True)
+def test_adapters_of_peft(checkpoint, prepares):
+    """`prepare_model_for_kbit_training` makes what is not quantised float32."""
+    peft = pytest.importorskip("peft")
+    model = load(checkpoint[0], dtype=torch.bfloat16)
+    before = logits_of(model)
+    if prepares:
+        options = {"use_gradient_checkpointing": False}
+        model = peft.prepare_model_for_kbit_training(model, **options)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    after = model(tokens()).logits.detach()
+    torch.testing.assert_close(after.bfloat16(), before, rtol=0, atol=0.1)
+    optimizer = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_layers_are_buffers(checkpoint):
     folder, _, _ = checkpoint
     layer = load(folder).model.layers[0].mlp.down_proj
