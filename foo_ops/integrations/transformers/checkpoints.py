@@ -43,7 +43,7 @@ from foo_ops.integrations.transformers.formats import (
     Gptq,
     UnreadableError,
 )
-from foo_ops.integrations.transformers.memory import Mappings
+from foo_ops.integrations.transformers.memory import Mappings, trim
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.packed_experts import (
     FooPackedExperts,
@@ -272,6 +272,7 @@ class FooQuantizer(HfQuantizer):
                     if isinstance(module, kind):
                         with self.reading(name):
                             model.set_submodule(name, module.packed(mappings))
+        trim()
         if self.method == CompressedTensors.method:
             model.config.quantization_config = described(model)
 

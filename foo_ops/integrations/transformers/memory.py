@@ -43,3 +43,10 @@ class Mappings:
         if first < last and any(low <= start and end <= high for low, high in self.ranges):
             advice = PAGE_OUT if is_read_again else mmap.MADV_DONTNEED
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
+
+
+def trim() -> None:
+    """Give memory that is free back to the system, which glibc keeps between blocks in use."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -19,7 +19,7 @@ from foo_ops.integrations.transformers.experts import (
     weights_of,
 )
 from foo_ops.integrations.transformers.linear import FooLinear
-from foo_ops.integrations.transformers.memory import Mappings
+from foo_ops.integrations.transformers.memory import Mappings, trim
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
 from foo_ops.integrations.transformers.packed_experts import (
     FooPackedExperts,
@@ -55,6 +55,7 @@ def pack(model: nn.Module, bits: int) -> None:
         if isinstance(part, PreTrainedModel):
             pack_experts(part, bits, mappings)
             use_quantizer(part)
+    trim()
 
 
 def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
