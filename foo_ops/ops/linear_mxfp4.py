@@ -7,6 +7,7 @@ version 1.0). gpt-oss's experts are published in it.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.operators import FLOATING, dtype_name, holds
 from foo_ops.ops.arguments import require_device
-from foo_ops.ops.linear import linear
-from foo_ops.ops.linear_quantized import flops, rows_of
+from foo_ops.ops.linear_quantized import flops, grad_of_input, rows_of
 
 # ------------------------------------------------------------------------------------- conversion
 
@@ -199,8 +199,8 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, _, _, needs_bias = ctx.needs_input_grad
     grad_input = grad_bias = None
     if needs_input:
-        numbers = dequantize_mxfp4(weight, scale, grad_output.dtype)
-        grad_input = linear(grad_output, numbers.t())
+        dequantize = partial(dequantize_mxfp4, dtype=grad_output.dtype)
+        grad_input = grad_of_input(grad_output, dequantize, weight, scale)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
     return grad_input, None, None, grad_bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -23,6 +24,8 @@ GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
 # Rows that are converted to float64 at a time.
 ROWS = 256
+# Bytes of a weight that are dequantized at a time in a backward pass.
+BLOCK = 2**19
 
 
 def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) -> tuple[Tensor, ...]:
@@ -97,6 +100,12 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
     if zero is not None:
         wide = wide - zero.unsqueeze(-1)
     return (wide * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
+
+
+def pack_integers(integers: Tensor) -> Tensor:
+    """Pack integers of 4 bits, (N, groups, group_size), into (N, K / 2) uint8."""
+    lower, upper = integers.chunk(2, -1)
+    return (lower | upper << 4).flatten(1)
 
 
 def unpack_integers(weight: Tensor, groups: int) -> Tensor:
@@ -212,8 +221,7 @@ def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tenso
     below, above = (end - _overflows(end, scale).double() for end in (zero, INT4_LARGEST - zero))
     steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
     integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
-    lower, upper = integers.chunk(2, -1)
-    return (lower | upper << 4).flatten(1), scale, zero.to(dtype)
+    return pack_integers(integers), scale, zero.to(dtype)
 
 
 def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -396,12 +404,45 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grad_bias = None
     grad_scales: tuple[Tensor | None, ...] = (None,) * len(scales)
     if needs_input:
-        grad_input = linear(grad_output, dequantize_weight(weight, *scales).t())
+        grad_input = grad_of_input(grad_output, dequantize_weight, weight, *scales)
     if any(need_scales):
         grad_scales = grads_of_scales(grad_of_weight(grad_output, input), weight, *scales)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
     return grad_input, None, *grad_scales, grad_bias
+
+
+def grad_of_input(
+    grad_output: Tensor, dequantize: Callable[..., Tensor], weight: Tensor, *scales: Tensor | None
+) -> Tensor:
+    """Return the gradient (..., K), by blocks of columns whose numbers stay in the caches.
+
+    To dequantize all of a large weight takes longer than its product, since its memory is new.
+    """
+    parts = columns_in_blocks(weight, *scales)
+    grads = [linear(grad_output, dequantize(*part).t()) for part in parts]
+    return grads[0] if len(grads) == 1 else torch.cat(grads, -1)
+
+
+def columns_in_blocks(weight: Tensor, *scales: Tensor | None) -> list[tuple[Tensor | None, ...]]:
+    """Cut a quantized weight and its scales into blocks of whole groups, of about `BLOCK` bytes.
+
+    Scales (N,) belong to all columns.
+    """
+    rows, width = weight.shape
+    # A graph for weights of every size has one block.
+    if not (isinstance(rows, int) and isinstance(width, int)) or rows * width <= BLOCK:
+        return [(weight, *scales)]
+    by_group = [it for it in scales if it is not None and it.dim() == 2]
+    groups = by_group[0].shape[1] if by_group else width
+    count = max(1, BLOCK // (rows * (width // groups)))
+
+    def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
+        if tensor is None or tensor.dim() == 1:
+            return [tensor] * -(-groups // count)
+        return tensor.split(tensor.shape[1] // groups * count, 1)
+
+    return list(zip(*map(parts, (weight, *scales))))
 
 
 def grads_of_scales(

@@ -10,9 +10,11 @@ import torch
 from support.parts import whole
 from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import foo_ops
+from foo_ops.ops import linear_quantized
 from foo_ops.testing import (
     LINEAR_INT4,
     LINEAR_INT8,
@@ -159,6 +161,41 @@ def test_only_what_is_needed_is_saved(needed, device):
             operator.call(sample)
         is_saved = any(it.data_ptr() == sample.inputs[0].data_ptr() for it in saved)
         assert is_saved == (needed == "scale")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("operator", "make"),
+    [
+        (LINEAR_INT8, int8_sample("blocks", (5,), 201, 40)),
+        (LINEAR_INT4, int4_sample("blocks", (5,), 7, 40)),
+        (LINEAR_INT4, int4_sample("blocks", (5,), 3, 40, group_size=64)),
+        (LINEAR_MXFP4, mxfp4_sample("blocks", (5,), 7, 40)),
+    ],
+    ids=["int8", "int4", "int4, 64", "mxfp4"],
+)
+def test_gradients_have_no_dequantized_copy(operator, make, dtype, monkeypatch):
+    # Two groups of 32 numbers in a block of int4.
+    monkeypatch.setattr(linear_quantized, "BLOCK", 40 * 32)
+    check_with_gradients(operator, dtype, make(dtype))
+    sample = make(dtype)
+    sample.inputs[0].requires_grad_()
+    output = operator.call(sample)
+    with Largest() as largest:
+        output[0].backward(torch.ones_like(output[0]))
+    assert 0 < largest.elements <= 40 * 64
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])

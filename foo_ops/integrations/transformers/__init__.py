@@ -14,8 +14,10 @@ implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an 
 
     >>> restore(model).set_attn_implementation("foo")
 
-Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``; those of gpt-oss's
-checkpoints, which are MXFP4, stay so on CPUs.
+Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``.
+
+Checkpoints with weights of 4 and 8 bits (AWQ, GPTQ, compressed-tensors) and with experts of MXFP4
+stay so on CPUs. `save_quantized` writes a model that `apply` has quantised.
 
 ``"foo_flex"`` is another implementation of attention, by `foo_ops.flex_attention`: there masks of
 any pattern are functions, and never in memory.
@@ -42,9 +44,11 @@ from foo_ops.integrations.transformers.attention import (
     register_flex,
 )
 from foo_ops.integrations.transformers.cache import in_place_cache
+from foo_ops.integrations.transformers.checkpoints import register_checkpoints
 from foo_ops.integrations.transformers.experts import foo_experts_forward, register_experts
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.mxfp4 import register_mxfp4
+from foo_ops.integrations.transformers.packing import save_quantized
 
 __all__ = [
     "BOUNDS",
@@ -61,14 +65,17 @@ __all__ = [
     "in_place_cache",
     "left_alone",
     "register",
+    "register_checkpoints",
     "register_experts",
     "register_flex",
     "register_mxfp4",
     "replaced",
     "restore",
+    "save_quantized",
 ]
 
 register()
+register_checkpoints()
 register_experts()
 register_flex()
 register_mxfp4()

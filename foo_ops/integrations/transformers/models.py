@@ -26,6 +26,9 @@ from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYERS, NORMS
+from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
+from foo_ops.integrations.transformers.packing import pack
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
@@ -83,6 +86,7 @@ def apply(
     fused_loss: bool = True,
     cache: bool | int = True,
     quantize: int | None = None,
+    keep_weights: bool = True,
 ) -> Model:
     """Let a model compute with foo's operators, and return it.
 
@@ -120,10 +124,16 @@ def apply(
             stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
             changes, its copy is renewed; a change of few elements through ``.data`` is noticed by
             ``model.eval()``.
+        keep_weights: with False and ``quantize``, weights of linear layers and experts are freed
+            once they are quantised: the model takes the memory of the integers, is for inference
+            and for training adapters (peft), and cannot be restored. `save_quantized` writes it.
+            ``Conv1D``, a head that is tied to the embedding, and experts that files do not have
+            layer by layer keep theirs, beside a copy.
 
     Raises:
         TypeError: if model is not a module.
-        ValueError: for bits other than 8 and 4, or 8 for a cache.
+        ValueError: for bits other than 8 and 4, or 8 for a cache, or keep_weights=False without
+            quantize.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,6 +149,8 @@ def apply(
     cache_bits = None if isinstance(cache, bool) else cache
     if cache_bits not in (None, 8):
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
+    if quantize is None and not keep_weights:
+        raise ValueError("apply: keep_weights=False needs quantize=4 or 8, got quantize=None")
     flags = {
         "attention": attention,
         "rms_norm": rms_norm,
@@ -148,6 +160,8 @@ def apply(
         "linear": linear,
     }
     allowed = {name for name, flag in flags.items() if flag}
+    if quantize is not None and not keep_weights:
+        pack(model, quantize)
     for module in model.modules():
         if quantize is not None:
             quantize_layer(module, quantize)
@@ -182,7 +196,7 @@ def change(module: nn.Module, allowed: Iterable[str]) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo `apply`, and return the model.
+    """Undo `apply`, and return the model; weights that it has not kept stay quantised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -201,7 +215,9 @@ def restore(model: Model) -> Model:
 
 def kinds_of(module: nn.Module) -> set[str]:
     """Return the kinds of work that a module does with foo's operators."""
-    if not is_replaced(module):
+    if isinstance(module, (FooPackedExperts, FooPackedLinear)):
+        kinds = {"quantize"}
+    elif not is_replaced(module):
         kinds = set()
     else:
         kinds = {kind for kind, classes in KINDS.items() if isinstance(module, classes)}
@@ -215,7 +231,8 @@ def kinds_of(module: nn.Module) -> set[str]:
 def replaced(model: nn.Module) -> dict[str, int]:
     """Return how many modules `apply` has changed, by the names of its arguments.
 
-    Counts of 0 are left out. `left_alone` says which modules stayed, and why.
+    Counts of 0 are left out; layers whose weights a checkpoint has in 4 or 8 bits count as
+    quantised. `left_alone` says which modules stayed, and why.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
@@ -263,13 +280,15 @@ def left_alone(model: nn.Module) -> dict[str, str]:
 
 def reason_of(module: nn.Module) -> str | None:
     name = type(module).__name__
+    if isinstance(module, FooPackedLinear):
+        return None
     if isinstance(module, (nn.Linear, Conv1D)):
         return None if is_replaced(module) else reason_of_linear(module)
     if "Attention" in name and has_parameters(module) and not holds(module, "Attention"):
         return None if isinstance(module, FooAttention) else reason_of_attention(module)
     if "Norm" in name and isinstance(getattr(module, "weight", None), nn.Parameter):
         return None if is_replaced(module) else reason_of_norm(module)
-    if is_replaced(module) or isinstance(module, FooMxfp4Experts):
+    if is_replaced(module) or isinstance(module, (FooMxfp4Experts, FooPackedExperts)):
         return None
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None

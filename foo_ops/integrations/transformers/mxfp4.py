@@ -17,6 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from foo_ops.integrations.transformers.checkpoints import is_on_host
 from foo_ops.integrations.transformers.experts import FLAGS, gate_of, weights_of
 from foo_ops.ops.experts.quantized import moe_experts_quantized
 from foo_ops.ops.linear_mxfp4 import GROUP_SIZE
@@ -88,11 +89,8 @@ class FooMxfp4Quantizer(Mxfp4HfQuantizer):
     is_ours = False
 
     def validate_environment(self, *arguments: Any, **keywords: Any) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        is_host = accelerator is None or accelerator.type == "foo"
-        self.is_ours = bool(
-            self.pre_quantized and is_host and not self.quantization_config.dequantize
-        )
+        dequantizes = self.quantization_config.dequantize
+        self.is_ours = bool(self.pre_quantized and is_on_host() and not dequantizes)
         if self.is_ours:
             # Parameters have the names of the checkpoint.
             self.serialized_names = {}

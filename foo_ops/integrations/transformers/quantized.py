@@ -297,6 +297,7 @@ class FooQuantizedLinear(Quantized):
     """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits."""
 
     bias: Tensor | None
+    names_to_join = OF_LAYER.buffers
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -317,6 +318,19 @@ class FooQuantizedLinear(Quantized):
         if any_requires_grad(weight):
             output = output + WeightGradient.apply(output, input, turned(self, weight))
         return output
+
+    def joins(self, input: Tensor) -> bool:
+        """Whether a call multiplies by the copy and adds the bias, and does nothing else."""
+        own: Any = self._parameters
+        if type(self).forward is not FooQuantizedLinear.forward or "bias" not in own:
+            return False
+        weight = own.get("weight")
+        if self.training or has_hooks(self) or not is_multiplied(input, weight, own["bias"]):
+            return False
+        if any_requires_grad(weight):
+            return False
+        copy_of_layer(self, weight, input)
+        return True
 
 
 def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
@@ -623,22 +637,25 @@ class Joined(NamedTuple):
     """Common tensors of several layers, whose buffers are parts of them.
 
     Attributes:
-        parts: the buffers of each layer, in the order of `OF_LAYER.buffers`.
+        names: of a layer's integers, scale and zero.
+        parts: these buffers of each layer.
         tensors: the rows of all layers, in order.
         rows: how many rows each layer has.
     """
 
+    names: tuple[str, str, str]
     parts: Sequence[tuple[Tensor | None, ...]]
     tensors: Sequence[Any]
     rows: list[int]
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Whether the layers still have these buffers; a move replaces them."""
+        integers, scales, zeros = self.names
         for layer, (weight, scale, zero) in zip(layers, self.parts):
             own = layer._buffers
-            if own.get("foo_weight") is not weight or own.get("foo_scale") is not scale:
+            if own.get(integers) is not weight or own.get(scales) is not scale:
                 return False
-            if own.get("foo_zero") is not zero:
+            if own.get(zeros) is not zero:
                 return False
         return True
 
@@ -679,22 +696,25 @@ class FooJoined(Replacement):
         self.join()
 
 
-def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
-    if not all(isinstance(layer, FooQuantizedLinear) for layer in layers):
+def joined_buffers(layers: Sequence[Any]) -> Joined | None:
+    # Both kinds of layers with few bits name their buffers; others have no such attribute.
+    found = {getattr(layer, "names_to_join", None) for layer in layers}
+    names = found.pop()
+    if found or names is None:
         return None
-    buffers = [[layer._buffers[name] for name in OF_LAYER.buffers] for layer in layers]
+    buffers = [[layer._buffers[name] for name in names] for layer in layers]
     layouts = {tuple(layout_of(it) for it in parts) for parts in buffers}
     if len(layouts) > 1:
         return None
-    rows = [len(weight) for weight, _, _ in buffers]  # type: ignore[arg-type]
+    rows = [len(weight) for weight, _, _ in buffers]
     with torch.inference_mode(False), torch.no_grad():
         tensors: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)]
-    for name, tensor in zip(OF_LAYER.buffers, tensors):
+    for name, tensor in zip(names, tensors):
         if tensor is not None:
             for layer, part in zip(layers, tensor.split(rows)):
                 layer._buffers[name] = part.detach()
-    parts = [tuple(layer._buffers[name] for name in OF_LAYER.buffers) for layer in layers]
-    return Joined(parts, tensors, rows)
+    parts = [tuple(layer._buffers[name] for name in names) for layer in layers]
+    return Joined(names, parts, tensors, rows)
 
 
 def layout_of(tensor: Tensor | None) -> Any:
@@ -707,11 +727,9 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
     layers: Any = [module._modules[name] for name in names]
     # A compiled graph would depend on the identity of the buffers.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
-    if joined is None or not all(is_lone(layer, input) for layer in layers):
+    if joined is None or not all(joins(layer, input) for layer in layers):
         return [layer(input) for layer in layers]
     biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
-    for layer in layers:
-        copy_of_layer(layer, layer._parameters["weight"], input)
     if len(biases) not in (0, len(layers)) or not joined.holds(layers):
         return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors
@@ -720,12 +738,7 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
     return output.split_with_sizes(joined.rows, -1)
 
 
-def is_lone(layer: Any, input: Tensor) -> bool:
-    """Whether a layer multiplies by its buffers and adds its own bias, and does nothing else."""
-    own = layer._parameters
-    if type(layer).forward is not FooQuantizedLinear.forward or "bias" not in own:
-        return False
-    weight = own.get("weight")
-    if layer.training or has_hooks(layer) or not is_multiplied(input, weight, own["bias"]):
-        return False
-    return not any_requires_grad(weight)
+def joins(layer: Any, input: Tensor) -> bool:
+    """Whether a product of several layers may include a layer, which others may have wrapped."""
+    own = getattr(type(layer), "joins", None)
+    return own is not None and own(layer, input)

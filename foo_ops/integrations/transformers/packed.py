@@ -1,0 +1,119 @@
+"""A linear layer whose weights are integers of 4 or 8 bits, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from foo_ops.integrations.transformers.quantized import quantized_product
+from foo_ops.integrations.transformers.replacement import can_multiply, has_hooks
+
+logger = logging.get_logger(__name__)
+UNTRAINED = (
+    "Weights of 4 and 8 bits stay as they are in training: only other parameters are trained, such "
+    "as adapters (peft)."
+)
+
+
+class Integers(NamedTuple):
+    """The weights of a linear layer with N outputs and K inputs.
+
+    Attributes:
+        weight: (N, K / 2) uint8 with 4 bits, as `foo_ops.quantize_weight` packs them, or (N, K)
+            int8.
+        scale: (N, K / group_size) with 4 bits, (N,) with 8.
+        zero: of scale's shape with 4 bits, None with 8.
+        order: (K,) int64, the inputs in the order of weight's columns; None if that is their own.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    order: Tensor | None = None
+
+
+class FooPackedLinear(nn.Linear):
+    """A linear layer with weights of 4 or 8 bits, multiplied as they are.
+
+    It is a `torch.nn.Linear`, so that peft wraps it by itself. Its integers, scales and zeros are
+    buffers: a state_dict has them, and an optimizer does not. Gradients flow through it to its
+    input. An input of another floating dtype than the scales, as after
+    ``peft.prepare_model_for_kbit_training``, is converted to theirs, and the output back.
+
+    Attributes:
+        weight, scale, zero, order: see `Integers`.
+        stored_format: the `Format` of formats.py that the layer was read from, or None.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    stored_format: Any
+
+    def __init__(
+        self, integers: Integers, bias: nn.Parameter | None = None, stored_format: Any = None
+    ) -> None:
+        """Make a layer of packed weights and a bias (N,)."""
+        nn.Module.__init__(self)
+        self.register_parameter("bias", bias)
+        self.hold(integers, stored_format)
+
+    @classmethod
+    def take_over(cls, layer: nn.Linear, integers: Integers) -> None:
+        """Turn a linear layer into a packed one, which has no reference to the layer's weight."""
+        del layer.weight
+        layer.__class__ = cls
+        layer.hold(integers)  # type: ignore[operator]
+
+    def hold(self, integers: Integers, stored_format: Any = None) -> None:
+        for name, tensor in integers._asdict().items():
+            self.register_buffer(name, tensor)
+        per_byte = 1 if integers.zero is None else 2
+        self.out_features, self.in_features = len(integers.weight), per_byte * self.weight.shape[1]
+        self.stored_format = stored_format
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zero is None else 4
+
+    @property
+    def group_size(self) -> int | None:
+        """Weights that share a scale and a zero; None for those of a whole row."""
+        return None if self.zero is None else self.in_features // self.scale.shape[1]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.order is not None:
+            input = input.index_select(-1, self.order)
+        dtype = input.dtype
+        if dtype is not self.scale.dtype and not torch.is_autocast_enabled(input.device.type):
+            input = input.to(self.scale.dtype)
+        output = quantized_product(input, self.weight, self.scale, self.zero, self.bias)
+        return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
+
+    @property
+    def names_to_join(self) -> tuple[str, ...] | None:
+        """Names of the buffers that layers with the same input may have in common (`FooJoined`)."""
+        return Integers._fields[:3] if self.order is None else None
+
+    def joins(self, input: Tensor) -> bool:
+        """Whether a call multiplies by these buffers and adds the bias, and does nothing else."""
+        return not has_hooks(self) and can_multiply(input, self.scale, self.bias)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode and not self.training:
+            logger.warning_once(UNTRAINED)
+        return super().train(mode)
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as they are: there are no other ones to start from."""
+
+    def extra_repr(self) -> str:
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        return (
+            f"{self.in_features} -> {self.out_features}, {self.bits} bits{groups}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,134 @@
+"""Experts of a mixture whose weights are integers of 4 or 8 bits, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foo_ops.integrations.transformers.experts import (
+    FLAGS,
+    gate_of,
+    names_of_weights,
+    weights_of,
+)
+from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
+from foo_ops.ops.experts.quantized import moe_experts_quantized
+
+
+class Parts(NamedTuple):
+    """The layers of each expert whose rows are joined in one weight.
+
+    Attributes:
+        weight: the name of the model's parameter.
+        layers: their names in a file, in order.
+    """
+
+    weight: str
+    layers: tuple[str, ...]
+
+
+class FooPackedExperts(nn.Module):
+    """Experts with weights of 4 or 8 bits, multiplied as they are.
+
+    Their buffers are ``gate_up_proj`` and ``down_proj``, as `foo_ops.moe_experts_quantized` takes
+    them, each with ``_scale`` and ``_zero``. Gradients flow through them to their input.
+
+    Attributes:
+        parts: of both weights.
+        stored_formats: of each layer of an expert, which write it to a file.
+        options: of `foo_ops.moe_experts`, those of the model's own gate.
+    """
+
+    def __init__(
+        self, own: Any, parts: list[Parts], read: Callable[[str], FooPackedLinear]
+    ) -> None:
+        """Make the experts that stand for a module of the model's own class.
+
+        Args:
+            parts: of both weights, in the order of `names_of_weights`.
+            read: makes a layer, from its name ``expert.layer``.
+        """
+        super().__init__()
+        self.num_experts: int = len(weights_of(own)[0])
+        self.options: dict[str, Any] = gate_of(own)  # type: ignore[assignment]
+        self.parts = parts
+        self.stored_formats: dict[str, Any] = {}
+        for weight, names in parts:
+            for name, tensor in zip(suffixed(weight), self.fused(names, read)):
+                self.register_buffer(name, tensor)
+
+    def fused(
+        self, names: tuple[str, ...], read: Callable[[str], FooPackedLinear]
+    ) -> list[Tensor | None]:
+        """Return integers, scales and zeros of all experts."""
+        made: list[Tensor | None] = [None] * 3
+        for expert in range(self.num_experts):
+            for place, name in enumerate(names):
+                layer = read(f"{expert}.{name}")
+                self.stored_formats[name] = layer.stored_format
+                for number, tensor in enumerate((layer.weight, layer.scale, layer.zero)):
+                    if tensor is None:
+                        continue
+                    rows, *others = tensor.shape
+                    whole = made[number]
+                    if whole is None:
+                        sizes = (self.num_experts, rows * len(names), *others)
+                        whole = made[number] = tensor.new_empty(sizes)
+                    whole[expert, rows * place : rows * (place + 1)] = tensor
+        return made
+
+    def layers(self) -> Iterator[tuple[str, FooPackedLinear]]:
+        """Yield the layers of all experts, with their names in a file."""
+        for weight, names in self.parts:
+            integers, scale, zero = (self._buffers[it] for it in suffixed(weight))
+            for expert in range(self.num_experts):
+                tensors = [
+                    [None] * len(names) if it is None else it[expert].chunk(len(names))
+                    for it in (integers, scale, zero)
+                ]
+                for name, *parts in zip(names, *tensors):
+                    made = Integers(*parts)
+                    yield f"{expert}.{name}", FooPackedLinear(made, None, self.stored_formats[name])
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tensors: Any = [self._buffers[it] for weight, _ in self.parts for it in suffixed(weight)]
+        return moe_experts_quantized(
+            hidden_states, top_k_index, top_k_weights, *tensors, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        integers: Any = self._buffers[self.parts[0].weight]
+        bits = 8 if integers.dtype == torch.int8 else 4
+        return f"{self.num_experts} experts, {bits} bits"
+
+
+def suffixed(weight: str) -> tuple[str, str, str]:
+    return weight, f"{weight}_scale", f"{weight}_zero"
+
+
+def can_be_packed(module: Any) -> bool:
+    """Whether a module has experts that `FooPackedExperts` can stand for."""
+    if not all(hasattr(module, flag) for flag in FLAGS):
+        return False
+    has_others = module.has_post_expert_norm or module.has_bias
+    return not has_others and gate_of(module) is not None
+
+
+def sizes_of_experts(module: Any, weight: str) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of each expert's weight."""
+    up, down, *_ = weights_of(module)
+    rows, columns = (up if weight == names_of_weights(module)[0] else down).shape[1:]
+    return rows, columns
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, FooPackedLinear]]:
+    """Yield the packed layers of a model, those of experts too, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, FooPackedLinear):
+            yield name, module
+        elif isinstance(module, FooPackedExperts):
+            for last, layer in module.layers():
+                yield f"{name}.{last}", layer

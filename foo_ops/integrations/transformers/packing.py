@@ -1,0 +1,160 @@
+"""Models whose weights become integers of 4 or 8 bits for good, and their files."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foo_ops.integrations.transformers.checkpoints import FooQuantizer, Names
+from foo_ops.integrations.transformers.compressed import described
+from foo_ops.integrations.transformers.experts import (
+    FooExperts,
+    names_of_weights,
+    weights_of,
+)
+from foo_ops.integrations.transformers.linear import FooLinear
+from foo_ops.integrations.transformers.memory import Mappings, trim
+from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
+from foo_ops.integrations.transformers.packed_experts import (
+    FooPackedExperts,
+    Parts,
+    can_be_packed,
+    packed_layers,
+)
+from foo_ops.integrations.transformers.quantized import (
+    FooQuantizedExperts,
+    FooQuantizedLinear,
+    group_size_of,
+)
+from foo_ops.integrations.transformers.replacement import has_numbers, is_replaced, put_back
+from foo_ops.ops.linear_quantized import quantize_weight
+
+
+def pack(model: nn.Module, bits: int) -> None:
+    """Turn linear layers and experts of a model into packed ones, whose weights are freed.
+
+    A weight that another module has too, such as that of a head that is tied to the embedding,
+    stays: nothing would be freed.
+    """
+    owners = Counter(
+        id(it) for module in model.modules() for it in module._parameters.values() if it is not None
+    )
+    mappings = Mappings()
+    for module in model.modules():
+        if is_replaced(module) and isinstance(module, (FooLinear, FooQuantizedLinear)):
+            put_back(module)
+        if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
+            pack_layer(module, bits, mappings)
+    for part in list(model.modules()):
+        if isinstance(part, PreTrainedModel):
+            pack_experts(part, bits, mappings)
+            use_quantizer(part)
+    trim()
+
+
+def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
+    weight = layer.weight
+    group_size = group_size_of(weight) if bits == 4 else None
+    if not has_numbers(weight) or (bits == 4 and group_size is None):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        integers = Integers(*quantize_weight(weight, bits, group_size))
+    # The caller may hold the weight.
+    mappings.release(weight, is_read_again=True)
+    FooPackedLinear.take_over(layer, integers)
+
+
+def pack_experts(model: PreTrainedModel, bits: int, mappings: Mappings) -> None:
+    """Pack the experts whose layers have names of their own in files."""
+    names = Names(model)
+    for path, module in list(model.named_modules()):
+        if is_replaced(module) and isinstance(module, (FooExperts, FooQuantizedExperts)):
+            put_back(module)
+        if not can_be_packed(module):
+            continue
+        found = [names.parts_of(f"{path}.{it}") for it in names_of_weights(module)]
+        parts = [it for it in found if it is not None]
+        up, down, *_ = weights_of(module)
+        weights = dict(zip(names_of_weights(module), (up, down)))
+        sizes = {name: group_size_of(it) for name, it in weights.items()}
+        if len(parts) < 2 or (bits == 4 and None in sizes.values()):
+            continue
+        if all(has_numbers(module.get_parameter(it)) for it in weights):
+            packed = FooPackedExperts(module, parts, reader(weights, parts, bits))
+            model.set_submodule(path, packed.train(module.training))
+            for it in weights.values():
+                mappings.release(it, is_read_again=True)
+
+
+def reader(
+    weights: dict[str, Tensor], parts: list[Parts], bits: int
+) -> Callable[[str], FooPackedLinear]:
+    """Make a function that quantises one layer of one expert."""
+    places = {
+        layer: (weights[weight], place, len(layers))
+        for weight, layers in parts
+        for place, layer in enumerate(layers)
+    }
+
+    def read(name: str) -> FooPackedLinear:
+        expert, _, layer = name.partition(".")
+        weight, place, count = places[layer]
+        rows = weight[int(expert)].chunk(count)[place]
+        with torch.inference_mode(False), torch.no_grad():
+            group_size = group_size_of(weight) if bits == 4 else None
+            return FooPackedLinear(Integers(*quantize_weight(rows, bits, group_size)))
+
+    return read
+
+
+def use_quantizer(model: Any) -> None:
+    """Let transformers know that a model is quantised, as after loading its file."""
+    config = described(model)
+    if not config.settings["config_groups"]:
+        return
+    model.config.quantization_config = config
+    model.hf_quantizer = FooQuantizer(config)
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+
+
+def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Write a model with weights of 4 or 8 bits as compressed-tensors does.
+
+    `from_pretrained` reads it back without rounding, as other programs do that know the formats
+    ``pack-quantized`` and ``int-quantized``.
+
+    Args:
+        model: after ``apply(model, quantize=4, keep_weights=False)``, or loaded from a checkpoint
+            with weights of few bits.
+        folder: as for ``model.save_pretrained``.
+        options: others of ``model.save_pretrained``.
+
+    Raises:
+        ValueError: if no layer has weights of few bits, or if they are in act-order, which
+            compressed-tensors does not have.
+    """
+    layers = dict(packed_layers(model))
+    if not layers:
+        raise ValueError(
+            "save_quantized: model must have weights of 4 or 8 bits, as after "
+            "apply(model, quantize=4, keep_weights=False), got none"
+        )
+    for name, layer in layers.items():
+        if layer.order is not None:
+            raise ValueError(
+                f"save_quantized: the inputs of all layers must be in their own order, got "
+                f"act-order in {name}; save_pretrained writes the format that was read"
+            )
+    quantizer, config = model.hf_quantizer, model.config.quantization_config
+    try:
+        use_quantizer(model)
+        model.save_pretrained(folder, **options)
+    finally:
+        model.hf_quantizer, model.config.quantization_config = quantizer, config
