@@ -6,21 +6,24 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.llama_cpp import LlamaCpp
+from benchmarks.llama_cpp import TYPES, LlamaCpp, write
 from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 
 SECTION = "models"
 AS_IT_IS = "torch"
 """The peer that is the unchanged model."""
 DTYPES = ("bfloat16", "float32")
+GGUF_WEIGHTS = "4 bits"
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 
@@ -166,6 +169,7 @@ def random_tokens(vocabulary: int, shape: tuple[int, ...]) -> Tensor:
 
 def cases(size: Size, threads: int) -> Iterator[Case]:
     yield from decoder_cases(size, threads)
+    yield gguf_case(size, threads)
     yield from encoder_cases(size.encoder, threads)
     yield from mixture_cases(size.mixture, threads)
 
@@ -181,6 +185,12 @@ def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
                 size.count(phase),
                 headline=True,
             )
+
+
+def gguf_case(size: Size, threads: int) -> Case:
+    """Decode with the weights of a file, which llama.cpp reads as well."""
+    name = f"Llama decoding, GGUF {TYPES[GGUF_WEIGHTS]}"
+    return Case(SECTION, name, partial(gguf_contenders, size), (threads,), 1, headline=True)
 
 
 def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
@@ -311,6 +321,40 @@ def by_llama_cpp(
             LlamaCpp, model, tokens, bits, decodes, lambda: decoding(model, size).results()
         )
     return makers
+
+
+def gguf_contenders(size: Size) -> Contenders:
+    """Compare with llama.cpp, and with the weights that transformers makes of the file.
+
+    llama.cpp computes in other roundings, and its results are not compared.
+    """
+    from transformers import GgufConfig
+
+    from foo_ops.integrations.transformers import apply
+
+    model, tokens = size.model("bfloat16"), size.tokens(1, size.prompt + 1)[0].tolist()
+
+    def as_it_is() -> Local:
+        return decoding(loaded(model, quantization_config=GgufConfig(dequantize=True)), size)
+
+    return {
+        OURS: lambda: decoding(apply(loaded(model)), size),
+        AS_IT_IS: as_it_is,
+        "llama.cpp": partial(
+            LlamaCpp, model, tokens, GGUF_WEIGHTS, True, lambda: as_it_is().results()
+        ),
+    }
+
+
+def loaded(model: Any, **options: Any) -> Any:
+    """Write a model to a file of llama.cpp, and load that."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "model.gguf", model, GGUF_WEIGHTS)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file="model.gguf", dtype=torch.bfloat16, **options
+        )
 
 
 def as_it_is(model: Any) -> Any:

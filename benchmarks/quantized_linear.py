@@ -21,7 +21,8 @@ UNQUANTIZED = "F.linear"
 TORCHAO = "torchao"
 PEERS = ("torch", TORCHAO, UNQUANTIZED)
 DTYPES = ("float32", "bfloat16")
-GROUP_SIZES = (32, 128)
+KINDS: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (4, 32), (4, 128))
+"""Bits, and group sizes."""
 ROWS = (64, 1024)
 READ_TARGET, TARGET = 0.70, 0.60
 """Target fractions: of the read bandwidth for one row, of the float32 peak for more."""
@@ -31,18 +32,19 @@ Weights = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with weights of 8 bits, or of 4 bits in groups, and its number of input rows."""
+    """A layer with weights of 8 bits, or of 8 or 4 bits in groups, and its number of input rows."""
 
     dtype: str
     rows: int
     width: int
     outputs: int
+    bits: int
     group_size: int | None
 
     @property
     def name(self) -> str:
-        kind = "int8" if self.group_size is None else f"int4 in groups of {self.group_size}"
-        return f"{kind}, {self.dtype}, {self.rows} x {self.width} x {self.outputs}"
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        return f"int{self.bits}{groups}, {self.dtype}, {self.rows} x {self.width} x {self.outputs}"
 
     @property
     def target(self) -> float:
@@ -54,17 +56,17 @@ class Layer:
     def weight_bytes(self) -> int:
         """Count the bytes of integers, scales and zeros."""
         size = getattr(torch, self.dtype).itemsize
-        if self.group_size is None:
-            return self.outputs * (self.width + size)
-        return self.outputs * (self.width // 2 + 2 * size * self.width // self.group_size)
+        groups = self.width // (self.group_size or self.width)
+        per_group = size if self.bits == 8 else 2 * size
+        return self.outputs * (self.width * self.bits // 8 + per_group * groups)
 
 
 def layers(dtypes: Sequence[str]) -> Iterator[Layer]:
-    for group_size in (None, *GROUP_SIZES):
+    for kind in KINDS:
         for dtype in (it for it in DTYPES if it in dtypes):
-            yield Layer(dtype, 1, 4096, 4096, group_size)
+            yield Layer(dtype, 1, 4096, 4096, *kind)
             for rows in ROWS:
-                yield Layer(dtype, rows, 2816, 1024, group_size)
+                yield Layer(dtype, rows, 2816, 1024, *kind)
 
 
 def target(name: str) -> float:
@@ -90,24 +92,22 @@ def contenders(layer: Layer) -> Contenders:
     dtype = getattr(torch, layer.dtype)
     input = torch.randn(layer.rows, layer.width).to(dtype)
     weight = (torch.randn(layer.outputs, layer.width) / layer.width**0.5).to(dtype)
+    quantized = foo_ops.quantize_weight(weight, layer.bits, layer.group_size)
     ways: dict[str, tuple[Callable[..., Tensor], Weights]]
-    if layer.group_size is None:
-        quantized = foo_ops.quantize_weight(weight, 8)
-        ways = {
-            OURS: (foo_ops.linear_int8, quantized),
-            "torch": (torch.ops.aten._weight_int8pack_mm.default, quantized),
-        }
-    else:
-        quantized = foo_ops.quantize_weight(weight, 4, layer.group_size)
-        ours = partial(foo_ops.linear_int4, group_size=layer.group_size)
+    if layer.bits == 4:
+        ours = partial(foo_ops.linear_int4, group_size=layer.group_size)  # type: ignore[arg-type]
         ways = {OURS: (ours, quantized), "torch": (torch_int4, pack_for_torch(*quantized))}
+    else:
+        ways = {OURS: (foo_ops.linear_int8, quantized)}
+        if layer.group_size is None:
+            ways["torch"] = torch.ops.aten._weight_int8pack_mm.default, quantized
     dense = foo_ops.dequantize_weight(*quantized)
     ways[UNQUANTIZED] = F.linear, (dense,)
     least = peaks.bytes_beyond_the_caches() if layer.rows == 1 else 0
     makers: dict[str, Callable[[], Local]] = {
         name: partial(forward, *way, input, least) for name, way in ways.items()
     }
-    if layer.group_size is None:
+    if (layer.bits, layer.group_size) == (8, None):
         # With 4 bits torchao calls torch's own kernel, which is already a peer.
         makers[TORCHAO] = lambda: forward(F.linear, (int8_by_torchao(dense),), input, least)
     return makers

@@ -60,9 +60,11 @@ _OWN = (
     OwnKernel("linear_finish", FINISH),
     OwnKernel("linear_int8_product", INT8_PRODUCT),
     OwnKernel("linear_int8_few_rows", INT8_FEW_ROWS),
+    OwnKernel("linear_int8_product.groups", INT8_PRODUCT, {"has_groups": True}),
     OwnKernel("linear_int4_product", INT4_PRODUCT),
     *(
-        OwnKernel(f"linear_int4_few_rows.{size}", INT4_FEW_ROWS, {"group_size": size})
+        OwnKernel(f"linear_{name}_few_rows.{size}", maker, {"group_size": size})
+        for name, maker in (("int8", INT8_FEW_ROWS), ("int4", INT4_FEW_ROWS))
         for size in (32, 64, 128)
     ),
     OwnKernel("linear_mxfp4_product", MXFP4_PRODUCT),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -32,10 +31,11 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     """Round the weight of a linear layer to integers of 8 or 4 bits, each to the nearest.
 
     It returns the tensors that follow ``input`` in `linear_int8` or `linear_int4`. With 8 bits a
-    row has one scale, which is its largest magnitude / 127, and ``weight[n, k] = integer[n, k] *
-    scale[n]``. With 4 bits each group of adjacent weights in a row has a scale and a zero, an
-    integer, such that 0 to 15 span the group and 0.0: ``weight[n, k] = (integer[n, k] - zero[n, g])
-    * scale[n, g]`` with ``g = k // group_size``. In both, 0.0 stays 0.0.
+    row, or each group of adjacent weights in a row, has one scale, which is its largest magnitude /
+    127, and ``weight[n, k] = integer[n, k] * scale[n]``, or ``scale[n, g]`` with ``g = k //
+    group_size``. With 4 bits each group has a scale and a zero, an integer, such that 0 to 15 span
+    the group and 0.0: ``weight[n, k] = (integer[n, k] - zero[n, g]) * scale[n, g]``. In both, 0.0
+    stays 0.0.
 
     Integers of 4 bits are packed two in a byte, within each group: byte ``j`` of a group has the
     integer of element ``j`` in the lower bits, and that of element ``group_size / 2 + j`` in the
@@ -46,12 +46,14 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
         weight: (N, K), float16, bfloat16, float32 or float64, finite. Values are not checked on the
             meta device, in fake tensors and in compiled graphs.
         bits: 8 or 4.
-        group_size: 32, 64 or 128 with 4 bits, of which K must be a multiple; None with 8 bits.
+        group_size: 32, 64 or 128, of which K must be a multiple; with 8 bits also None, for one
+            scale for each row.
 
     Returns:
-        With 8 bits weight (N, K) int8 and scale (N,); with 4 bits weight (N, K / 2) uint8, and
-        scale and zero (N, K / group_size). Scale and zero are of weight's dtype. A scale is rounded
-        up, so that no integer is too large, or down if 127 or 15 times the scale is infinite.
+        With 8 bits weight (N, K) int8 and scale (N,) or (N, K / group_size); with 4 bits weight
+        (N, K / 2) uint8, and scale and zero (N, K / group_size). Scale and zero are of weight's
+        dtype. A scale is rounded up, so that no integer is too large, or down if 127 or 15 times
+        the scale is infinite.
 
     Raises:
         ValueError: for other bits or group sizes, a K that is no multiple of the group, another
@@ -67,11 +69,11 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
         tensor([1., 1.])
     """
     _check(weight, bits, group_size)
-    quantize = _to_int8 if group_size is None else partial(_to_int4, group_size=group_size)
+    rounded: Any = to_int8 if bits == 8 else _to_int4
     # A graph is run with values later; tensors without values take no memory, however many rows.
     at_once = not torch.compiler.is_compiling() and _has_no_numbers(weight)
     blocks = [weight.detach()] if at_once else weight.detach().split(ROWS)
-    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in blocks]
+    parts = [rounded(rows.double(), weight.dtype, group_size) for rows in blocks]
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
@@ -82,7 +84,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
 
     Args:
         weight: int8 (N, K), or with ``zero`` uint8 (N, K / 2).
-        scale: (N,), or with ``zero`` (N, K / group_size).
+        scale: (N, K / group_size), or without ``zero`` also (N,).
         zero: of scale's shape.
 
     Raises:
@@ -95,7 +97,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
         tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
     """
     _check_quantized(weight, scale, zero)
-    integers = unpack_integers(weight, 0 if zero is None else scale.shape[1])
+    integers = unpack_integers(weight, scale.shape[1] if scale.dim() == 2 else None)
     wide = integers.to(torch.promote_types(scale.dtype, torch.float32))
     if zero is not None:
         wide = wide - zero.unsqueeze(-1)
@@ -108,11 +110,13 @@ def pack_integers(integers: Tensor) -> Tensor:
     return (lower | upper << 4).flatten(1)
 
 
-def unpack_integers(weight: Tensor, groups: int) -> Tensor:
-    """Return integers of 4 bits as (N, groups, group_size); those of 8 bits have no groups."""
-    if weight.dtype == torch.int8:
+def unpack_integers(weight: Tensor, groups: int | None) -> Tensor:
+    """Return integers of 8 or 4 bits as (N, groups, group_size), or (N, K) without groups."""
+    if groups is None:
         return weight
     pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // torch.sym_max(groups, 1))
+    if weight.dtype == torch.int8:
+        return pairs
     # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
     return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
 
@@ -129,8 +133,10 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
             raise TypeError(f"{name}: {argument} must be an int, got {type(number).__name__}")
     if bits not in (4, 8):
         raise ValueError(f"{name}: bits must be 8 or 4, got {bits}")
-    if bits == 8 and group_size is not None:
-        raise ValueError(f"{name}: group_size must be None for 8 bits, got {group_size}")
+    if bits == 8 and group_size not in (None, *GROUP_SIZES):
+        raise ValueError(
+            f"{name}: group_size must be None, 32, 64 or 128 for 8 bits, got {group_size}"
+        )
     if bits == 4 and group_size not in GROUP_SIZES:
         raise ValueError(f"{name}: group_size must be 32, 64 or 128 for 4 bits, got {group_size}")
     if group_size is not None and not holds(weight.shape[1] % group_size == 0):
@@ -150,18 +156,24 @@ def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None
             f"if zero is {'None' if zero is None else 'given'}, got {dtype_name(weight.dtype)}"
         )
     _require_dimensions(name, "weight", weight, "N", "K" if zero is None else "K / 2")
-    _require_dimensions(name, "scale", scale, "N", *(() if zero is None else ("K / group_size",)))
+    if zero is None and scale.dim() not in (1, 2):
+        raise ValueError(
+            f"{name}: scale must have 1 dimension (N) or 2 (N, K / group_size), got {scale.dim()}"
+        )
+    if zero is not None:
+        _require_dimensions(name, "scale", scale, "N", "K / group_size")
     _require_floating(name, "scale", scale)
     require_device(name, weight=weight, scale=scale, zero=zero)
     rows = weight.shape[0]
     if not holds(scale.shape[0] == rows):
-        kind = "elements" if zero is None else "rows"
+        kind = "elements" if scale.dim() == 1 else "rows"
         raise ValueError(
             f"{name}: scale must have {rows} {kind}, one for each row of weight, got "
             f"{scale.shape[0]}"
         )
+    if scale.dim() == 2:
+        _check_groups(name, weight.shape[1] * (1 if zero is None else 2), scale.shape[1])
     if zero is not None:
-        _check_groups(name, 2 * weight.shape[1], scale.shape[1])
         require_like(name, "zero", zero, "scale", scale)
 
 
@@ -204,15 +216,17 @@ def _is_finite(weight: Tensor) -> bool:
 # --------------------------------------------------------------------------------------- rounding
 
 
-def _to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    largest = weight.abs().amax(-1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
+def to_int8(weight: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, ...]:
+    """Round a finite float64 weight as `quantize_weight` does, with scales of a dtype."""
+    groups = weight if group_size is None else _in_groups(weight, group_size)
+    largest = groups.abs().amax(-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
     scale = _scale_of(largest / INT8_LARGEST, INT8_LARGEST, dtype)
-    steps = (weight / scale.double().unsqueeze(-1)).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
-    return steps.to(torch.int8), scale
+    steps = (groups / scale.double().unsqueeze(-1)).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+    return steps.to(torch.int8).flatten(1), scale
 
 
 def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, ...]:
-    groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
+    groups = _in_groups(weight, group_size)
     lowest, highest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, INT4_LARGEST, dtype)
     step = scale.double()
@@ -222,6 +236,10 @@ def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tenso
     steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
     integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
     return pack_integers(integers), scale, zero.to(dtype)
+
+
+def _in_groups(weight: Tensor, group_size: int) -> Tensor:
+    return weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
 
 
 def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -252,7 +270,7 @@ library.define(
 
 
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``input @ weight.T * scale + bias`` with integers of 8 bits.
+    """Compute ``input @ (weight * scale).T + bias`` with integers of 8 bits.
 
     For few rows, it reads a quarter of the memory of float32 weights. `quantize_weight` makes
     ``weight`` and ``scale``.
@@ -260,15 +278,18 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
         weight: (N, K), int8; fastest if the elements of a row are adjacent.
-        scale: (N,), of input's dtype.
+        scale: (N,), or (N, K / group_size) for each group of 32, 64 or 128 elements of a row; of
+            input's dtype.
         bias: (N,), of input's dtype.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Products with the integers, which are exact
         in bfloat16, are summed up in float32 (float64 for float64), scaled, and rounded once, the
-        bias included. The result does not depend on the number of threads. Has gradients for input,
-        scale and bias, of every order; those for a bfloat16 or float16 input use weights that are
-        rounded to its dtype.
+        bias included. With groups, weights are scaled before they are multiplied, in float32
+        (float64); for more than 8 rows, they are rounded to bfloat16 if the processor multiplies
+        bfloat16 inputs itself (AVX512-BF16, AMX). The result does not depend on the number of
+        threads. Has gradients for input, scale and bias, of every order; those for a bfloat16 or
+        float16 input use weights that are rounded to its dtype.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -453,10 +474,10 @@ def grads_of_scales(
     Args:
         grad: the gradient, (N, K), of the dequantized weight.
     """
-    if zero is None:
-        return ((grad * weight).sum(-1).to(scale.dtype),)
-    integers = unpack_integers(weight, scale.shape[1])
+    integers = unpack_integers(weight, scale.shape[1] if scale.dim() == 2 else None)
     grad = grad.reshape(integers.shape)
+    if zero is None:
+        return ((grad * integers).sum(-1).to(scale.dtype),)
     steps = integers - zero.to(grad.dtype).unsqueeze(-1)
     grad_zero = -(grad * scale.unsqueeze(-1)).sum(-1)
     return (grad * steps).sum(-1).to(scale.dtype), grad_zero.to(zero.dtype)
@@ -488,7 +509,9 @@ library.register_autograd(
 @library.register_sharding("foo::linear_int8")
 def int8_sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
     # Sharded along k, each process would add the bias.
-    return "... k, n k, n, . -> ... n" if bias is None else "... ., n ., n, n -> ... n"
+    k, of_bias = ("k", ".") if bias is None else (".", "n")
+    of_scale = f"n {k}" if len(scale.shape) == 2 else "n"
+    return f"... {k}, n {k}, {of_scale}, {of_bias} -> ... n"
 
 
 @library.register_sharding("foo::linear_int4")

@@ -126,9 +126,18 @@ def moe_experts(
 
 
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows by an int8 weight, scale the columns, and add a bias."""
+    """Multiply rows by an int8 weight, scale the columns, or their groups, and add a bias."""
+    if scale.dim() == 2:
+        return linear(input, numbers_of_int8(weight, scale), bias)
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
     return output if bias is None else output + bias
+
+
+def numbers_of_int8(weight: Tensor, scale: Tensor) -> Tensor:
+    """Dequantize integers whose groups, as many as scale has columns, have a scale each."""
+    if not scale.numel():
+        return weight.to(scale.dtype)
+    return weight.to(scale.dtype) * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
 
 
 def numbers_of_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:

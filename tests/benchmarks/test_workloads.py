@@ -114,14 +114,16 @@ def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
     assert len(result.references[peaks.FMA]) == TINY.rounds
 
 
-@pytest.mark.parametrize("group_size", [None, 32])
-def test_every_contender_of_a_quantized_layer(group_size):
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 32), (4, 32)])
+def test_every_contender_of_a_quantized_layer(bits, group_size):
     """Missing packages are named; a contender with another result would be missing."""
-    layer = quantized_linear.Layer("bfloat16", 64, 128, 64, group_size)
+    layer = quantized_linear.Layer("bfloat16", 64, 128, 64, bits, group_size)
     case = Case(layer.name, "", partial(quantized_linear.contenders, layer), (1,))
     (result,) = measure(case, TINY)
     torchao = {"torchao"} if group_size is None else set()
-    expected = {"torch", "F.linear"} | (torchao if HAS_TORCHAO else set())
+    expected = {"F.linear"} | (torchao if HAS_TORCHAO else set())
+    # torch has no kernel for groups of 8 bits.
+    expected |= set() if (bits, group_size) == (8, 32) else {"torch"}
     assert set(result.peers()) == expected
     assert set(result.failures) == (set() if HAS_TORCHAO else torchao)
 
@@ -250,6 +252,7 @@ def test_rows_of_models():
     expected = [*phases, "BERT training step, 2 x 16"]
     names = {f"{it}, {dtype}" for it in expected for dtype in models.DTYPES}
     names |= {f"{kind} {it}, bfloat16" for kind in models.MIXTURES for it in models.PHASES}
+    names |= {"Llama decoding, GGUF Q4_0"}
     assert set(found) == names
     every = cases.cases(cases.DEFAULT, (1, 2))
     defaults = [it.name for it in every if it.section == models.SECTION]
@@ -261,6 +264,12 @@ def test_rows_of_models():
     for name in ("gpt-oss decoding, bfloat16", "Qwen3-MoE training step, bfloat16"):
         (result,) = measure(found[name], TINY)
         assert result.peers() == [models.AS_IT_IS]
+
+
+def test_row_of_a_gguf_file():
+    pytest.importorskip("gguf")
+    (result,) = measure(models.gguf_case(models.QUICK, 2), TINY)
+    assert models.AS_IT_IS in result.peers()
 
 
 # ---------------------------------------------------------------------------------- command line

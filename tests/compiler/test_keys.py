@@ -39,7 +39,7 @@ KERNELS_OF = QUICK | {
     "merge": ("attention_merge", "float32"),
     "linear": ("linear_product", "float32"),
     "int4": ("linear_int4_few_rows.64", "float32"),
-    "int8": ("linear_int8_product", "bfloat16"),
+    "int8": ("linear_int8_product.groups", "bfloat16"),
     "cross_entropy": ("cross_entropy_gradient", "float32"),
 }
 

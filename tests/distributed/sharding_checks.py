@@ -142,6 +142,7 @@ def experts():
 
 def products():
     int8 = foo_ops.quantize_weight(randn(10, 8), 8)
+    of_groups = foo_ops.quantize_weight(randn(10, 128), 8, group_size=32)
     int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
     mxfp4 = foo_ops.quantize_mxfp4(randn(10, 128))
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
@@ -150,6 +151,11 @@ def products():
         "linear without bias": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8)]),
         "linear_int8": (foo_ops.linear_int8, [randn(4, 6, 8), *int8, randn(10)]),
         "linear_int8 without bias": (foo_ops.linear_int8, [randn(4, 6, 8), *int8]),
+        "linear_int8 of groups": (foo_ops.linear_int8, [randn(4, 6, 128), *of_groups, randn(10)]),
+        "linear_int8 of groups without bias": (
+            foo_ops.linear_int8,
+            [randn(4, 6, 128), *of_groups],
+        ),
         "linear_int4": (linear_int4, [randn(4, 6, 128), *int4, randn(10)]),
         "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),
         "linear_mxfp4": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4, randn(10)]),

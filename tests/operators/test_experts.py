@@ -176,7 +176,10 @@ def quantized(weight, bits, group_size):
     parts = zip(*(foo_ops.quantize_weight(it, bits, group_size) for it in weight))
     integers, scale, *zero = (torch.stack(part) for part in parts)
     if bits == 8:
-        return (integers, scale, None), integers.double() * scale.double().unsqueeze(-1)
+        factors = scale.double().unsqueeze(-1)
+        if group_size:
+            factors = scale.double().repeat_interleave(group_size, -1)
+        return (integers, scale, None), integers.double() * factors
     numbers = [
         reference.numbers_of_int4(*(it.double() if it.is_floating_point() else it for it in each))
         for each in zip(integers, scale, *zero, [torch.tensor(group_size)] * len(weight))
@@ -186,7 +189,9 @@ def quantized(weight, bits, group_size):
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 @pytest.mark.parametrize("dtype", MOE_EXPERTS.dtypes)
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64), (MXFP4, None)])
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [(8, None), (8, 32), (4, 32), (4, 64), (MXFP4, None)]
+)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 60])
 def test_weights_of_few_bits(tokens, bits, group_size, dtype, device):
     """Results and gradients are those of the numbers that the integers stand for."""
@@ -231,6 +236,24 @@ def test_integers_need_fitting_scales(bits):
     up[1] = up[1][:, :7]
     with pytest.raises(ValueError, match=r"gate_up_scale must have 8 rows as gate_up has, got 7"):
         foo_ops.moe_experts_quantized(hidden, index, ones, *up, *down)
+
+
+def test_integers_of_8_bits_have_scales_of_rows_or_groups():
+    up, down = torch.ones(1, 64, 32, dtype=torch.int8), torch.ones(1, 32, 32, dtype=torch.int8)
+    hidden, index, ones = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+
+    def call(up_scale):
+        foo_ops.moe_experts_quantized(
+            hidden, index, ones, up, up_scale, None, down, torch.ones(1, 32), None
+        )
+
+    call(torch.ones(1, 64, 1))
+    message = "gate_up_scale must have 2 dimensions (E, N) or 3 (E, N, K / group_size), got 1"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(torch.ones(64))
+    message = "gate_up_scale must have a column for each 32, 64 or 128 of the 32 steps of gate_up"
+    with pytest.raises(ValueError, match=f"{message}, got 2"):
+        call(torch.ones(1, 64, 2))
 
 
 def test_exponents_need_fitting_weights():

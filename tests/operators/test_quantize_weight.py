@@ -27,13 +27,20 @@ def weights(dtype, magnitude=1.0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [None, *GROUP_SIZES])
 @pytest.mark.parametrize("magnitude", [1e-5, 1.0, 50.0])
-def test_int8_is_nearest(dtype, magnitude):
+def test_int8_is_nearest(dtype, group_size, magnitude):
     weight = weights(dtype, magnitude).double()
-    integers, scale = foo_ops.quantize_weight(weight.to(dtype), 8)
+    integers, scale = foo_ops.quantize_weight(weight.to(dtype), 8, group_size)
     assert (integers.dtype, scale.dtype) == (torch.int8, dtype)
     assert integers.shape == weight.shape
-    assert scale.shape == weight.shape[:1]
+    if group_size is None:
+        assert scale.shape == weight.shape[:1]
+    else:
+        assert scale.shape == (300, 256 // group_size)
+        # Each group is quantised as a row of its own.
+        weight, integers = (it.reshape(-1, group_size) for it in (weight, integers))
+        scale = scale.flatten()
     # The scale maps the largest magnitude to 127, and is rounded up to the dtype.
     exact, smallest = weight.abs().amax(1) / 127, torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     wide = scale.double()[exact > 0]
@@ -79,7 +86,7 @@ def test_the_largest_numbers_stay_finite(dtype):
     weight = torch.stack((low, -high), -1).repeat_interleave(16, -1).flatten(0, 1)
     largest = torch.full((1, 32), info.max, dtype=dtype)
     weight = torch.cat(((weight * info.max).to(dtype), largest, -largest))
-    for arguments, steps in (((8,), 0.5), ((4, 32), 1.0)):
+    for arguments, steps in (((8,), 0.5), ((8, 32), 0.5), ((4, 32), 1.0)):
         quantized = foo_ops.quantize_weight(weight, *arguments)
         found = foo_ops.dequantize_weight(*quantized)
         assert found.isfinite().all()
@@ -95,7 +102,7 @@ def test_the_largest_numbers_stay_finite(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_come_back(dtype):
     weight = weights(dtype)
-    for arguments in ((8,), *((4, size) for size in GROUP_SIZES)):
+    for arguments in ((8,), *((bits, size) for bits in (8, 4) for size in GROUP_SIZES)):
         quantized = foo_ops.quantize_weight(weight, *arguments)
         found = foo_ops.dequantize_weight(*quantized)
         assert found.dtype == dtype
@@ -121,7 +128,11 @@ def test_what_is_returned_follows_input(device):
     input, weight, of_int8, bias = (it.to(device) for it in (input, weight, of_int8, bias))
     found = foo_ops.linear_int8(input, *foo_ops.quantize_weight(of_int8, 8), bias)
     assert torch.equal(found, torch.nn.functional.linear(input, of_int8, bias))
+    of_groups = weight.clone()
+    of_groups[:, ::32] = 127
     for size in GROUP_SIZES:
+        found = foo_ops.linear_int8(input, *foo_ops.quantize_weight(of_groups, 8, size), bias)
+        assert torch.equal(found, torch.nn.functional.linear(input, of_groups, bias))
         quantized = foo_ops.quantize_weight(weight, 4, group_size=size)
         found = foo_ops.linear_int4(input, *quantized, bias, group_size=size)
         assert torch.equal(found, torch.nn.functional.linear(input, weight, bias))
@@ -130,7 +141,7 @@ def test_what_is_returned_follows_input(device):
 def test_empty():
     for shape in ((0, 64), (3, 0), (0, 0)):
         weight = torch.zeros(shape)
-        for arguments in ((8,), (4, 32)):
+        for arguments in ((8,), (8, 32), (4, 32)):
             quantized = foo_ops.quantize_weight(weight, *arguments)
             assert foo_ops.dequantize_weight(*quantized).shape == shape
 
@@ -140,7 +151,7 @@ def test_a_parameter_is_quantized():
     assert not any(it.requires_grad for it in foo_ops.quantize_weight(weight, 8))
 
 
-@pytest.mark.parametrize("arguments", [(8,), (4, 32)])
+@pytest.mark.parametrize("arguments", [(8,), (8, 32), (4, 32)])
 def test_weights_without_numbers_are_quantized(arguments):
     """Meta tensors, fake tensors and graphs give shapes and dtypes."""
     weight = torch.randn(3, 64).bfloat16()
@@ -188,9 +199,14 @@ REFUSED = (
     ),
     (lambda: (torch.zeros(3, 32), 2), ValueError, "quantize_weight: bits must be 8 or 4, got 2"),
     (
-        lambda: (torch.zeros(3, 32), 8, 32),
+        lambda: (torch.zeros(3, 32), 8, 16),
         ValueError,
-        "quantize_weight: group_size must be None for 8 bits, got 32",
+        "quantize_weight: group_size must be None, 32, 64 or 128 for 8 bits, got 16",
+    ),
+    (
+        lambda: (torch.zeros(3, 48), 8, 32),
+        ValueError,
+        "quantize_weight: weight must have whole groups of 32 columns, got 48",
     ),
     (
         lambda: (torch.zeros(3, 32), 4),
@@ -237,9 +253,21 @@ OTHERS = (
     ),
     (
         8,
-        lambda weight, scale: (weight, scale[:, None]),
+        lambda weight, scale: (weight, scale[:, None, None]),
         ValueError,
-        "scale must have 1 dimension (N), got 2",
+        "scale must have 1 dimension (N) or 2 (N, K / group_size), got 3",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale.expand(4, 6).t()),
+        ValueError,
+        "scale must have a column for each 32, 64 or 128 of the 64 elements of a row, got 4",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale[:1, None]),
+        ValueError,
+        "scale must have 6 rows, one for each row of weight, got 1",
     ),
     (
         8,

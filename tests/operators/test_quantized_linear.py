@@ -3,6 +3,7 @@
 Properties of every operator are tested in test_matrix.py.
 """
 
+import itertools
 import re
 
 import pytest
@@ -24,7 +25,12 @@ from foo_ops.testing import (
     check_outputs,
     cotangents_for,
 )
-from foo_ops.testing.specs.linear import int4_sample, int8_sample, mxfp4_sample
+from foo_ops.testing.specs.linear import (
+    int4_sample,
+    int8_groups_sample,
+    int8_sample,
+    mxfp4_sample,
+)
 
 DTYPES = LINEAR_INT8.dtypes
 GROUP_SIZES = (32, 64, 128)
@@ -50,13 +56,17 @@ def test_few_rows_of_int8(rows, dtype):
         check(LINEAR_INT8, dtype, int8_sample("few", (rows,), depth, columns)(dtype))
 
 
+OF_GROUPS = ((LINEAR_INT8, int8_groups_sample), (LINEAR_INT4, int4_sample))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
-def test_few_rows_of_int4(rows, group_size, dtype):
+@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
+def test_few_rows_of_groups(spec, make, rows, group_size, dtype):
     for columns, groups in ((1, 1), (3, 2), (16, 5), (33, 17), (70, 9)):
-        make = int4_sample("few", (rows,), groups, columns, group_size=group_size)
-        check(LINEAR_INT4, dtype, make(dtype))
+        sample = make("few", (rows,), groups, columns, group_size=group_size)
+        check(spec, dtype, sample(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,14 +87,15 @@ def test_sizes_around_those_of_blocks(dtype):
         for odd in (-1, 0, 1):
             make = int8_sample("blocks", (rows,), depth + odd, columns)
             compare(LINEAR_INT8, dtype, make(dtype))
-        for size in GROUP_SIZES:
-            make = int4_sample("blocks", (rows,), depth // size, columns, group_size=size)
-            compare(LINEAR_INT4, dtype, make(dtype))
+        for size, (spec, make_of) in itertools.product(GROUP_SIZES, OF_GROUPS):
+            make = make_of("blocks", (rows,), depth // size, columns, group_size=size)
+            compare(spec, dtype, make(dtype))
         compare(LINEAR_MXFP4, dtype, mxfp4_sample("blocks", (rows,), depth // 32, columns)(dtype))
 
 
 FAR = {
     "int8": (LINEAR_INT8, int8_sample),
+    "int8 with groups": (LINEAR_INT8, int8_groups_sample),
     "int4": (LINEAR_INT4, int4_sample),
     "mxfp4": (LINEAR_MXFP4, mxfp4_sample),
 }
@@ -95,7 +106,7 @@ FAR = {
 @pytest.mark.parametrize("kind", FAR)
 def test_rows_beyond_2_to_the_31st_element(kind, rows, dtype):
     spec, make = FAR[kind]
-    sample = make("far", (rows,), 64 if spec is LINEAR_INT8 else 2, 3)(dtype)
+    sample = make("far", (rows,), 64 if make is int8_sample else 2, 3)(dtype)
     input, weight, *others = sample.inputs
     width, stride = weight.shape[1], 2**30 + 8
     memory = torch.empty(2 * stride + width, dtype=weight.dtype)
@@ -111,6 +122,7 @@ def test_rows_beyond_2_to_the_31st_element(kind, rows, dtype):
 def test_threads_do_not_change_the_results(rows, dtype):
     samples = (
         (LINEAR_INT8, int8_sample("threads", (rows,), 300, 1000)(dtype)),
+        (LINEAR_INT8, int8_groups_sample("threads", (rows,), 10, 1000)(dtype)),
         (LINEAR_INT4, int4_sample("threads", (rows,), 5, 1000, group_size=64)(dtype)),
         (LINEAR_MXFP4, mxfp4_sample("threads", (rows,), 10, 1000)(dtype)),
     )
@@ -131,6 +143,7 @@ def test_a_result_is_rounded_once():
     weight = torch.zeros(1, 320, dtype=torch.int8)
     weight[0, :257] = 1
     assert foo_ops.linear_int8(ones, weight, one, one).item() == 258
+    assert foo_ops.linear_int8(ones, weight, one.expand(1, 10), one).item() == 258
     nibbles = torch.zeros(1, 160, dtype=torch.uint8)
     nibbles[0, :128] = 0x11
     nibbles[0, 128] = 0x10
@@ -148,6 +161,11 @@ def test_a_result_is_rounded_once():
 def test_only_what_is_needed_is_saved(needed, device):
     for make, names, operator in (
         (int8_sample("saved", (5,), 6, 4), ("input", "weight", "scale", "bias"), LINEAR_INT8),
+        (
+            int8_groups_sample("saved", (5,), 2, 4),
+            ("input", "weight", "scale", "bias"),
+            LINEAR_INT8,
+        ),
         (
             int4_sample("saved", (5,), 1, 4),
             ("input", "weight", "scale", "zero", "bias"),
@@ -209,11 +227,12 @@ def test_autocast(device):
     assert {it.dtype for it in (of_int8, of_int4, of_mxfp4)} == {torch.bfloat16}
 
 
-def test_a_mapped_dimension_is_one_of_rows():
-    sample = int4_sample("vmap", (6, 3), 2, 5)(torch.float32)
-    (expected,) = LINEAR_INT4.call(sample)
+@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
+def test_a_mapped_dimension_is_one_of_rows(spec, make):
+    sample = make("vmap", (6, 3), 2, 5)(torch.float32)
+    (expected,) = spec.call(sample)
     input, *others = sample.inputs
-    mapped = torch.vmap(lambda it: foo_ops.linear_int4(it, *others, group_size=32), 1, 1)(input)
+    mapped = torch.vmap(lambda it: spec.operator(it, *others, **sample.keywords), 1, 1)(input)
     assert torch.equal(mapped, expected)
 
 
@@ -331,9 +350,25 @@ REFUSED = (
         "linear_int8: weight must have 3 columns as input has, got 5",
     ),
     (
+        lambda: int8_arguments(scale=zeros(4, 1, 1)),
+        ValueError,
+        "linear_int8: scale must have 1 dimension (N) or 2 (N, K / group_size), got 3",
+    ),
+    (
         lambda: int8_arguments(scale=zeros(4, 1)),
         ValueError,
-        "linear_int8: scale must have 1 dimension (N), got 2",
+        "linear_int8: scale must have a column for each 32, 64 or 128 of the 3 columns of weight, "
+        "got 1",
+    ),
+    (
+        lambda: int8_arguments(scale=zeros(3, 1)),
+        ValueError,
+        "linear_int8: scale must have 4 rows as weight has, got 3",
+    ),
+    (
+        lambda: int8_arguments(scale=zeros(4, 1, dtype=torch.bfloat16)),
+        TypeError,
+        "linear_int8: scale must be float32 as input is, got bfloat16",
     ),
     (
         lambda: int8_arguments(scale=zeros(4, dtype=torch.bfloat16)),
@@ -435,14 +470,15 @@ def remember(body, layout, types):
 
 few_rows.make_kernel_with_scratch = product.make_kernel_with_scratch = remember
 for kernel in ("linear_int8_product", "linear_int8_few_rows", "linear_int4_product",
+               "linear_int8_product.groups", "linear_int8_few_rows.64",
                *(f"linear_int4_few_rows.{size}" for size in (32, 64, 128))):
     function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
-    is_int4, is_few = "int4" in kernel, "few" in kernel
-    size = int(kernel.rpartition(".")[2]) if is_int4 and is_few else 64
+    is_int4, is_few, member = "int4" in kernel, "few" in kernel, kernel.rpartition(".")[2]
+    has_groups, size = is_int4 or "." in kernel, int(member) if member.isdigit() else 64
     for rows, columns, groups in ((1, 70, 9), (5, 130, 1), (8, 1, 17), (239, 65, 11)):
         if is_few and rows > 8:
             continue
-        depth = groups * size if is_int4 else groups * size + 3
+        depth = groups * size if has_groups else groups * size + 3
         left = torch.randn(rows, depth).to(getattr(torch, dtype))
         right = torch.randint(0, 256, (columns, depth // 2 if is_int4 else depth)).byte()
         scale, zero = torch.ones(2, columns, groups).to(left.dtype)

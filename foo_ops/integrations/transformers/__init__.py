@@ -46,6 +46,7 @@ from foo_ops.integrations.transformers.attention import (
 from foo_ops.integrations.transformers.cache import in_place_cache
 from foo_ops.integrations.transformers.checkpoints import register_checkpoints
 from foo_ops.integrations.transformers.experts import foo_experts_forward, register_experts
+from foo_ops.integrations.transformers.gguf import register_gguf
 from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.mxfp4 import register_mxfp4
 from foo_ops.integrations.transformers.packing import save_quantized
@@ -68,6 +69,7 @@ __all__ = [
     "register_checkpoints",
     "register_experts",
     "register_flex",
+    "register_gguf",
     "register_mxfp4",
     "replaced",
     "restore",
@@ -78,4 +80,5 @@ register()
 register_checkpoints()
 register_experts()
 register_flex()
+register_gguf()
 register_mxfp4()

@@ -1,4 +1,4 @@
-"""A linear layer whose weights are integers of 4 or 8 bits, and nothing else."""
+"""Linear layers and embeddings whose weights are integers of 4 or 8 bits, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from foo_ops.integrations.transformers.quantized import quantized_product
 from foo_ops.integrations.transformers.replacement import can_multiply, has_hooks
+from foo_ops.ops.linear_quantized import dequantize_weight
 
 logger = logging.get_logger(__name__)
 UNTRAINED = (
@@ -24,7 +25,7 @@ class Integers(NamedTuple):
     Attributes:
         weight: (N, K / 2) uint8 with 4 bits, as `foo_ops.quantize_weight` packs them, or (N, K)
             int8.
-        scale: (N, K / group_size) with 4 bits, (N,) with 8.
+        scale: (N, K / group_size), or (N,) with 8 bits.
         zero: of scale's shape with 4 bits, None with 8.
         order: (K,) int64, the inputs in the order of weight's columns; None if that is their own.
     """
@@ -83,7 +84,7 @@ class FooPackedLinear(nn.Linear):
     @property
     def group_size(self) -> int | None:
         """Weights that share a scale and a zero; None for those of a whole row."""
-        return None if self.zero is None else self.in_features // self.scale.shape[1]
+        return None if self.scale.dim() == 1 else self.in_features // self.scale.shape[1]
 
     def forward(self, input: Tensor) -> Tensor:
         if self.order is not None:
@@ -117,3 +118,37 @@ class FooPackedLinear(nn.Linear):
             f"{self.in_features} -> {self.out_features}, {self.bits} bits{groups}, "
             f"bias={self.bias is not None}"
         )
+
+
+class FooPackedEmbedding(nn.Embedding):
+    """An embedding whose rows are integers of 4 or 8 bits, as in `FooPackedLinear`.
+
+    Attributes:
+        weight, scale, zero: see `Integers`.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, integers: Integers, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self.padding_idx = padding_idx
+        for name in ("weight", "scale", "zero"):
+            self.register_buffer(name, getattr(integers, name))
+        per_byte = 1 if integers.zero is None else 2
+        self.num_embeddings = len(integers.weight)
+        self.embedding_dim = per_byte * self.weight.shape[1]
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.flatten()
+        zero = None if self.zero is None else self.zero[rows]
+        numbers = dequantize_weight(self.weight[rows], self.scale[rows], zero)
+        return numbers.unflatten(0, input.shape)
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as they are: there are no other ones to start from."""
+
+    def extra_repr(self) -> str:
+        bits = 8 if self.zero is None else 4
+        return f"{self.num_embeddings}, {self.embedding_dim}, {bits} bits"

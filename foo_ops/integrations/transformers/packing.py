@@ -18,6 +18,7 @@ from foo_ops.integrations.transformers.experts import (
     names_of_weights,
     weights_of,
 )
+from foo_ops.integrations.transformers.gguf import FooGgufQuantizer
 from foo_ops.integrations.transformers.linear import FooLinear
 from foo_ops.integrations.transformers.memory import Mappings, trim
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
@@ -137,14 +138,19 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
         options: others of ``model.save_pretrained``.
 
     Raises:
-        ValueError: if no layer has weights of few bits, or if they are in act-order, which
-            compressed-tensors does not have.
+        ValueError: if no layer has weights of few bits, or if they are in act-order or from a GGUF
+            file, which compressed-tensors does not have.
     """
     layers = dict(packed_layers(model))
     if not layers:
         raise ValueError(
             "save_quantized: model must have weights of 4 or 8 bits, as after "
             "apply(model, quantize=4, keep_weights=False), got none"
+        )
+    if isinstance(model.hf_quantizer, FooGgufQuantizer):
+        raise ValueError(
+            "save_quantized: model must not be from a GGUF file, whose groups compressed-tensors "
+            "does not have"
         )
     for name, layer in layers.items():
         if layer.order is not None:

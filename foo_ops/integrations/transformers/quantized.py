@@ -708,13 +708,21 @@ def joined_buffers(layers: Sequence[Any]) -> Joined | None:
         return None
     rows = [len(weight) for weight, _, _ in buffers]
     with torch.inference_mode(False), torch.no_grad():
-        tensors: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)]
+        tensors: Any = [None if parts[0] is None else rows_of(parts) for parts in zip(*buffers)]
     for name, tensor in zip(names, tensors):
         if tensor is not None:
             for layer, part in zip(layers, tensor.split(rows)):
                 layer._buffers[name] = part.detach()
     parts = [tuple(layer._buffers[name] for name in names) for layer in layers]
     return Joined(names, parts, tensors, rows)
+
+
+def rows_of(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows; those that are all the same row in memory, as zeros may be, stay one."""
+    first = parts[0][:1]
+    if all(it.stride(0) == 0 and torch.equal(it[:1], first) for it in parts):
+        return first.expand(sum(map(len, parts)), *first.shape[1:])
+    return torch.cat(list(parts))
 
 
 def layout_of(tensor: Tensor | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from numba import njit
@@ -64,7 +65,13 @@ from foo_ops.kernels.simd.narrow import (
     unpack_int4,
     unpack_int8,
 )
-from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.register_tiles import (
+    tile_dot,
+    tile_dot_scaled,
+    tile_splat,
+    tile_store_sums,
+    tile_zero,
+)
 from foo_ops.kernels.simd.transpose import make_copy_row, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
@@ -394,10 +401,11 @@ def _make_mender(GROUP_SIZE: int, weights: Weights) -> Callable:
 
 # Multiplies by weights of 8-bit and 4-bit integers, and of 4-bit numbers.
 #
-# 8-bit integers enter products unscaled, and the sums of a column are multiplied by its scale.
-# Weights of 4 bits, which have scales for groups of a column, are multiplied as integers for few
-# rows (`make_4bit_tiles`); otherwise they are converted to numbers on the way to a panel, for all
-# rows of a block.
+# 8-bit integers with a scale per column enter products unscaled, and the sums of the column are
+# multiplied by its scale. Those with scales for groups of a column are scaled when they are
+# converted to numbers: in registers for few rows, which is as fast as memory is read, otherwise on
+# the way to a panel, for all rows of a block. Weights of 4 bits are multiplied as integers for few
+# rows (`make_4bit_tiles`), and otherwise converted on the way to a panel.
 
 
 # Sections of the depth are whole groups, of any size.
@@ -406,9 +414,11 @@ LARGEST_GROUP_SIZE = 128
 MXFP4_GROUP_SIZE = 32
 
 
-def make_int8_few_rows_kernel(dtype: str) -> Kernel:
-    """Make the kernel for few rows and 8-bit integers."""
-    return make_few_rows_kernel(dtype, _make_int8_tiles)
+def make_int8_few_rows_kernel(dtype: str, group_size: int | None = None) -> Kernel:
+    """Make the kernel for few rows and 8-bit integers, with a scale per column or per group."""
+    if group_size is None:
+        return make_few_rows_kernel(dtype, _make_int8_tiles)
+    return make_few_rows_kernel(dtype, partial(_make_int8_group_tiles, GROUP_SIZE=group_size))
 
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
@@ -433,15 +443,19 @@ def _make_4bit_few_rows_kernel(
     return make_few_rows_kernel(dtype, make_tiles)
 
 
-def make_int8_product_kernel(dtype: str) -> Kernel:
+def make_int8_product_kernel(dtype: str, has_groups: bool = False) -> Kernel:
     """Make the kernel for any number of rows and 8-bit integers."""
 
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
-        unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
+        if has_groups:
+            unpack, scale_sums = _make_int8_group_unpacker(dtype), leave_sums
+        else:
+            unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
         arguments = quantized_argument_types(dtype, "int8")
         return _make_unpacked_panels(dtype, WIDTH, SECTION, 1, arguments, unpack, scale_sums)
 
-    return make_product_kernel(dtype, make_panels)
+    multiple = LARGEST_GROUP_SIZE if has_groups else 1
+    return make_product_kernel(dtype, make_panels, multiple=multiple)
 
 
 def make_int4_product_kernel(dtype: str) -> Kernel:
@@ -469,6 +483,43 @@ def _make_4bit_product_kernel(dtype: str, codes: str) -> Kernel:
 def _make_int8_tiles(dtype: str) -> Tiles:
     arguments, scale_sums = quantized_argument_types(dtype, "int8"), _make_sums_scaler(dtype)
     return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
+
+
+def _make_int8_group_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
+    """Make tiles that multiply each vector of integers by the scale of its group."""
+    compute = compute_dtype(dtype)
+    LANES, tiles_ahead = lanes_of(compute), make_tiles_ahead()
+    arguments = quantized_argument_types(dtype, "int8")
+    tiles = make_element_tiles(compute, "int8", "int8", arguments, leave_sums)
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column):
+            stride, of_scales = product.right_column_stride, product.scale_column_stride
+            right, scales = (
+                shift(right, column * stride),
+                shift(product.scale, column * of_scales),
+            )
+            ahead = COLUMNS * stride * tiles_ahead(COLUMNS * stride)
+            total = tile_zero(sums, ROWS, COLUMNS, LANES)
+            for group in range(product.depth // GROUP_SIZE):
+                factors = tile_splat(shift(scales, group), of_scales, COLUMNS, LANES)
+                start = group * GROUP_SIZE
+                prefetch_vectors(right, ahead + COLUMNS * start, GROUP_SIZE, COLUMNS)
+                for step in range(start, start + GROUP_SIZE, LANES):
+                    total = tile_dot_scaled(
+                        total, shift(left, step), depth, shift(right, step), stride, factors
+                    )
+            tile_store_sums(total, sums, width)
+
+        return tile
+
+    return dataclasses.replace(
+        tiles,
+        make_tile=make_tile,
+        columns_of_group=columns_of_sums(LANES),
+        regions=lambda depth: {},
+    )
 
 
 def _make_unpacked_tiles(dtype: str, weights: Weights) -> Tiles:
@@ -544,15 +595,32 @@ def _strip_dtype(dtype: str) -> str:
 
 def _make_int8_unpacker(dtype: str) -> Callable:
     LANES, number = lanes_of(compute_dtype(dtype)), ELEMENTS[compute_dtype(dtype)].compute
+    one = number(1)
 
     @njit
     def unpack(product, target, column, start, count):
         source = shift(product.right, column * product.right_column_stride + start)
         whole = count // LANES * LANES
         for step in range(0, whole, LANES):
-            unpack_int8(shift(target, step), shift(source, step), LANES)
+            unpack_int8(shift(target, step), shift(source, step), one, LANES)
         for step in range(whole, count):
             store(target, step, number(load(source, step)))
+
+    return unpack
+
+
+def _make_int8_group_unpacker(dtype: str) -> Callable:
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def unpack(product, target, column, start, count):
+        size = product.group_size
+        source = shift(product.right, column * product.right_column_stride + start)
+        scales = shift(product.scale, column * product.scale_column_stride + start // size)
+        for group in range(count // size):
+            scale = load(scales, group)
+            for step in range(group * size, (group + 1) * size, LANES):
+                unpack_int8(shift(target, step), shift(source, step), scale, LANES)
 
     return unpack
 

@@ -561,18 +561,19 @@ def truncated_limb(typing_context, x):
 
 
 @intrinsic(prefer_literal=True)
-def unpack_int8(typing_context, target, source, lanes):
-    """Store LANES adjacent 8-bit integers as numbers of the target's dtype."""
+def unpack_int8(typing_context, target, source, scale, lanes):
+    """Store LANES adjacent 8-bit integers, times a scale, as numbers of the target's dtype."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):
         count = lanes.literal_value
-        number = ir.VectorType(context.get_value_type(compute), count)
-        value = builder.sitofp(_load_bytes(builder, args[1], count), number)
+        scales = emit_splat(builder, args[2], count)
+        integers = _load_bytes(builder, args[1], count)
+        value = builder.fmul(builder.sitofp(integers, scales.type), scales)
         _store_numbers(builder, target.dtype, args[0], value)
         return context.get_dummy_value()
 
-    return types.void(target, source, lanes), generate
+    return types.void(target, source, compute, lanes), generate
 
 
 @intrinsic(prefer_literal=True)

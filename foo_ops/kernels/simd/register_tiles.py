@@ -12,6 +12,8 @@
                                             b may be int8
     tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
                                             either may be int8
+    tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    the same, with b[j-th row] *
+                                            factors[j, 0] in place of b[j-th row]
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
@@ -212,26 +214,43 @@ def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
 
 @intrinsic
 def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
-    rows, columns = tile.rows, tile.columns
-    multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
-
     def generate(context, builder, signature, args):
-        result, a_pointer, a_step, b_pointer, b_step = args
-        vectors = []
-        for column in range(columns):
-            index = builder.mul(b_step, INT64(column))
-            vectors.append(_load_numbers(builder, tile, b.dtype, b_pointer, index))
-        for row in range(rows):
-            index = builder.mul(a_step, INT64(row))
-            factor = _load_numbers(builder, tile, a.dtype, a_pointer, index)
-            for column in range(columns):
-                position = row * columns + column
-                total = builder.extract_value(result, position)
-                value = multiply_add(builder, factor, vectors[column], total)
-                result = builder.insert_value(result, value, position)
-        return result
+        return _add_dots(builder, tile, a.dtype, args[:3], _load_rows(builder, tile, b, *args[3:]))
 
     return tile(tile, a, types.intp, b, types.intp), generate
+
+
+@intrinsic
+def tile_dot_scaled(typing_context, tile, a, a_stride, b, b_stride, factors):
+    def generate(context, builder, signature, args):
+        vectors = [
+            builder.fmul(vector, builder.extract_value(args[5], column))
+            for column, vector in enumerate(_load_rows(builder, tile, b, *args[3:5]))
+        ]
+        return _add_dots(builder, tile, a.dtype, args[:3], vectors)
+
+    return tile(tile, a, types.intp, b, types.intp, factors), generate
+
+
+def _load_rows(builder, tile, b, pointer, stride) -> list[ir.Value]:
+    """Load a vector of each row of b, one for each column of a tile."""
+    places = (builder.mul(stride, INT64(column)) for column in range(tile.columns))
+    return [_load_numbers(builder, tile, b.dtype, pointer, place) for place in places]
+
+
+def _add_dots(builder, tile, dtype, args, vectors) -> ir.Value:
+    """Add the products of each row of a, which has a dtype, and each of the vectors."""
+    multiply_add = emit_pair_fma if dtype == PAIRS else emit_fma
+    result, pointer, stride = args
+    for row in range(tile.rows):
+        index = builder.mul(stride, INT64(row))
+        factor = _load_numbers(builder, tile, dtype, pointer, index)
+        for column, vector in enumerate(vectors):
+            position = row * tile.columns + column
+            total = builder.extract_value(result, position)
+            value = multiply_add(builder, factor, vector, total)
+            result = builder.insert_value(result, value, position)
+    return result
 
 
 @intrinsic

@@ -52,8 +52,8 @@ def moe_experts_quantized(
         hidden, expert_index, expert_weight: as for `foo_ops.moe_experts`.
         gate_up: (E, 2 N, K) int8; or (E, 2 N, K / 2) uint8 for 4 bits, packed by groups, and for
             MXFP4, where adjacent weights share a byte.
-        gate_up_scale: (E, 2 N) for 8 bits; (E, 2 N, K / group_size) for 4 bits, with groups of 32,
-            64 or 128 weights; both of hidden's dtype. (E, 2 N, K / 32) uint8 for MXFP4, exponents.
+        gate_up_scale: (E, 2 N, K / group_size), with groups of 32, 64 or 128 weights, or for 8 bits
+            also (E, 2 N); of hidden's dtype. (E, 2 N, K / 32) uint8 for MXFP4, exponents.
         gate_up_zero: of gate_up_scale's shape and dtype, for 4 bits; None for 8 bits and MXFP4.
         down, down_scale, down_zero: likewise, for (E, L, N).
         gate_up_bias, down_bias, activation, is_gated, is_interleaved, alpha, limit, up_offset: as

@@ -261,6 +261,25 @@ def int8_sample(
     return make
 
 
+def int8_groups_sample(
+    name: str,
+    rows: tuple[int, ...],
+    groups: int,
+    columns: int,
+    *,
+    group_size: int = 32,
+    has_bias: bool = True,
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        shapes = (*rows, groups * group_size), (columns, groups), (columns,)
+        input, scale, bias = random(name, *shapes, dtype=dtype)
+        weight = integers(name, (columns, groups * group_size), torch.int8)
+        inputs = (input, weight, scale / 128)
+        return Sample((*inputs, bias) if has_bias else inputs)
+
+    return make
+
+
 def int4_sample(
     name: str,
     rows: tuple[int, ...],
@@ -329,7 +348,8 @@ def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
         value = reference.numbers_of_mxfp4(weight, scale)
         return value, value.abs()
     if not sample.keywords:
-        value = weight.double() * scale.detach()[:, None]
+        factors = scale.detach()
+        value = reference.numbers_of_int8(weight, factors[:, None] if scale.dim() == 1 else factors)
         return value, value.abs()
     factors, size = (scale.detach(), others[0].detach()), sample.keywords["group_size"]
     magnitude = reference.numbers_of_int4(weight, factors[0].abs(), -factors[1].abs(), size)
@@ -351,7 +371,7 @@ def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     input = sample.inputs[0]
     value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
     bias = sample.inputs[4 if sample.keywords else 3 :]
-    has_groups = sample.keywords or sample.inputs[2].dtype == torch.uint8
+    has_groups = sample.inputs[2].dim() == 2
     total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
     # Three more terms for a weight, or for the scale of a sum.
     error = bound(value, total, input.shape[-1] + 3, dtype)
@@ -388,8 +408,13 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
             total = (magnitudes * largest).unflatten(1, groups).sum(-1) * by.abs()
             budgets.append(bound(value, total, terms, dtype))
     else:
-        value = (of_weight * integers).sum(-1)
-        budgets.append(bound(value, (magnitudes * integers.double().abs()).sum(-1), terms, dtype))
+        of_row = scale.shape[1] if scale.dim() == 2 else 1
+        groups = (of_row, depth // max(of_row, 1))
+        value, total = (
+            (it * integers.double().abs()).unflatten(1, groups).sum(-1).reshape(scale.shape)
+            for it in (of_weight * integers.sign(), magnitudes)
+        )
+        budgets.append(bound(value, total, terms, dtype))
     if others:
         value, total = (torch.einsum("...n->n", it) for it in (grad, grad.abs()))
         budgets.append(bound(value, total, rows, dtype))
@@ -421,9 +446,21 @@ LINEAR_INT8 = OpSpec(
         "several sections": int8_sample("several sections", (61,), 1101, 75),
         "special values": partial(special_quantized, int8_sample("special", (9,), 21, 20)),
         "special values of few rows": partial(special_quantized, int8_sample("few", (7,), 21, 20)),
+        "groups": int8_groups_sample("groups", (2, 7), 3, 18),
+        "groups, no bias": int8_groups_sample("no bias", (3, 4), 1, 9, has_bias=False),
+        "groups, no depth": int8_groups_sample("no depth", (3,), 0, 5),
+        "groups, one row": int8_groups_sample("one row", (1,), 33, 131),
+        "groups of 64, few rows": int8_groups_sample("64", (5,), 9, 70, group_size=64),
+        "groups of 128, sections": int8_groups_sample("128", (61,), 9, 75, group_size=128),
+        "special values of groups": partial(
+            special_quantized, int8_groups_sample("special", (9,), 2, 20)
+        ),
+        "special values of groups of few rows": partial(
+            special_quantized, int8_groups_sample("few", (7,), 2, 20)
+        ),
     },
-    essential=("size1", "size7", "no bias"),
-    in_layouts=("size7", "no bias", "few rows"),
+    essential=("size1", "size7", "no bias", "groups"),
+    in_layouts=("size7", "no bias", "few rows", "groups"),
     large=int8_sample("large", (301,), 600, 333),
     output_budget=quantized_budget,
     gradient_budget=quantized_gradient_budget,

@@ -148,10 +148,10 @@ Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tenso
                                  /*keeps_projections=*/false));
 }
 
-// Returns the number of steps that share a scale, for weights of 4 bits.
+// Returns the number of steps that share a scale, or 0 for one scale per row.
 int64_t group_size_of(const Tensor& weight, const Tensor& scale) {
-  return scale.dim() == 2 || scale.size(2) == 0 ? kMxfp4GroupSize
-                                                : 2 * weight.size(2) / scale.size(2);
+  if (weight.scalar_type() == at::kChar) return int8_group_size(weight, scale);
+  return scale.size(2) == 0 ? kMxfp4GroupSize : 2 * weight.size(2) / scale.size(2);
 }
 
 Tensor moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
@@ -357,29 +357,33 @@ c10::SymInt steps_of(const Tensor& weight, const Tensor& scale, const OptionalTe
   return is_shared ? 2 * weight.sym_size(2) : weight.sym_size(2);
 }
 
-// Checks weights of 8 bits, with a scale for each row; of 4 bits, with scale and zero for each
-// group of steps; or of MXFP4, with an exponent for each group.
+// Checks weights of 8 bits, with a scale for each row or group of steps; of 4 bits, with scale and
+// zero for each group; or of MXFP4, with an exponent for each group.
 void check_integers(const char* argument, const Tensor& weight, const Tensor& scale,
                     const OptionalTensor& zero, const Tensor& hidden) {
   const bool are_mxfp4 = !zero.has_value() && QuantizedWeights::is_exponent(scale);
-  const bool has_groups = zero.has_value() || are_mxfp4;
+  const bool is_shared = zero.has_value() || are_mxfp4;
+  const bool has_groups = is_shared || scale.dim() == 3;
   const std::string scale_name = std::string(argument) + "_scale";
   const std::string zero_name = std::string(argument) + "_zero";
-  const at::ScalarType dtype = has_groups ? at::kByte : at::kChar;
-  check_dimensions(kName, argument, weight, 3, has_groups ? "(E, N, K / 2)" : "(E, N, K)");
+  const at::ScalarType dtype = is_shared ? at::kByte : at::kChar;
+  check_dimensions(kName, argument, weight, 3, is_shared ? "(E, N, K / 2)" : "(E, N, K)");
   TORCH_CHECK_VALUE(weight.device() == hidden.device(), kName, ": ", argument, " must be on ",
                     hidden.device(), " as hidden is, got ", weight.device());
   TORCH_CHECK_TYPE(weight.scalar_type() == dtype, kName, ": ", argument, " must be ",
                    dtype_name(dtype),
-                   are_mxfp4    ? " with exponents"
-                   : has_groups ? " with zeros"
-                                : " without zeros",
+                   are_mxfp4   ? " with exponents"
+                   : is_shared ? " with zeros"
+                               : " without zeros",
                    ", got ", dtype_name(weight.scalar_type()));
   if (are_mxfp4) {
     check_exponents(kName, scale_name.c_str(), scale, 3, "(E, N, K / 32)", "hidden", hidden);
   } else {
+    TORCH_CHECK_VALUE(has_groups || scale.dim() == 2, kName, ": ", scale_name,
+                      " must have 2 dimensions (E, N) or 3 (E, N, K / group_size), got ",
+                      scale.dim());
     check_dimensions(kName, scale_name.c_str(), scale, has_groups ? 3 : 2,
-                     has_groups ? "(E, N, K / group_size)" : "(E, N)");
+                     "(E, N, K / group_size)");
     check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
   }
   const std::string has = std::string(argument) + " has";
@@ -389,16 +393,14 @@ void check_integers(const char* argument, const Tensor& weight, const Tensor& sc
               has.c_str());
   if (!has_groups) return;
   const c10::SymInt steps = steps_of(weight, scale, zero), groups = scale.sym_size(2);
-  const auto is_of = [&](int64_t size) { return holds((groups * size).sym_eq(steps)); };
   if (are_mxfp4) {
-    TORCH_CHECK_VALUE(is_of(kMxfp4GroupSize), kName, ": ", scale_name,
+    TORCH_CHECK_VALUE(holds((groups * kMxfp4GroupSize).sym_eq(steps)), kName, ": ", scale_name,
                       " must have a column for each ", kMxfp4GroupSize, " of the ", steps,
                       " steps of ", argument, ", got ", groups);
     return;
   }
-  TORCH_CHECK_VALUE(is_of(32) || is_of(64) || is_of(128), kName, ": ", scale_name,
-                    " must have a column for each 32, 64 or 128 of the ", steps, " steps of ",
-                    argument, ", got ", groups);
+  check_groups(kName, scale_name.c_str(), groups, steps, std::string("steps of ") + argument);
+  if (!zero.has_value()) return;
   check_like(kName, zero_name.c_str(), *zero, "hidden", hidden);
   TORCH_CHECK_VALUE(zero->dim() == 3 && have_sizes(zero->sym_sizes(), scale.sym_sizes()), kName,
                     ": ", zero_name, " must have the shape ", scale.sym_sizes(), " of ", scale_name,

@@ -1,6 +1,5 @@
 #include "ops/linear/quantized.h"
 
-#include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -63,23 +62,36 @@ at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
   return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
 
-// Returns the few-rows kernel that is compiled for a group size.
-Kernel& few_rows_int4_kernel(int64_t group_size) {
-  static auto* const of_32 = new Kernel("linear_int4_few_rows.32");
-  static auto* const of_64 = new Kernel("linear_int4_few_rows.64");
-  static auto* const of_128 = new Kernel("linear_int4_few_rows.128");
-  return *(group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128);
+// The few-rows kernels that are compiled for each group size.
+struct GroupKernels {
+  Kernel &of_32, &of_64, &of_128;
+
+  Kernel& of(int64_t group_size) const {
+    return group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128;
+  }
+};
+
+Kernel& kernel_of_few_rows(const QuantizedWeights& weights) {
+  static const GroupKernels int8{*new Kernel("linear_int8_few_rows.32"),
+                                 *new Kernel("linear_int8_few_rows.64"),
+                                 *new Kernel("linear_int8_few_rows.128")};
+  static const GroupKernels int4{*new Kernel("linear_int4_few_rows.32"),
+                                 *new Kernel("linear_int4_few_rows.64"),
+                                 *new Kernel("linear_int4_few_rows.128")};
+  return (weights.zero.has_value() ? int4 : int8).of(weights.group_size);
 }
 
 Kernel& kernel_of(const QuantizedWeights& weights, bool is_few) {
   static auto* const few_int8 = new Kernel("linear_int8_few_rows");
   static auto* const many_int8 = new Kernel("linear_int8_product");
+  static auto* const many_int8_groups = new Kernel("linear_int8_product.groups");
   static auto* const many_int4 = new Kernel("linear_int4_product");
   static auto* const few_mxfp4 = new Kernel("linear_mxfp4_few_rows");
   static auto* const many_mxfp4 = new Kernel("linear_mxfp4_product");
   if (weights.are_mxfp4()) return is_few ? *few_mxfp4 : *many_mxfp4;
-  if (!weights.zero.has_value()) return is_few ? *few_int8 : *many_int8;
-  return is_few ? few_rows_int4_kernel(weights.group_size) : *many_int4;
+  if (!weights.has_groups()) return is_few ? *few_int8 : *many_int8;
+  if (is_few) return kernel_of_few_rows(weights);
+  return weights.zero.has_value() ? *many_int4 : *many_int8_groups;
 }
 
 at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& weights,
@@ -96,7 +108,9 @@ at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& w
 at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const OptionalTensor& bias) {
   check_linear_int8(input, weight, scale, bias);
-  return multiply_quantized(input, make_quantized_weights(weight, scale, std::nullopt, 0), bias);
+  return multiply_quantized(
+      input, make_quantized_weights(weight, scale, std::nullopt, int8_group_size(weight, scale)),
+      bias);
 }
 
 at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -123,8 +137,14 @@ QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tens
                                         const OptionalTensor& zero, int64_t group_size) {
   QuantizedWeights weights{with_adjacent_steps(weight), scale, zero, group_size};
   if (zero.has_value()) weights.zero = with_adjacent_steps(*zero);
-  if (zero.has_value() || weights.are_mxfp4()) weights.scale = with_adjacent_steps(scale);
+  if (weights.has_groups()) weights.scale = with_adjacent_steps(scale);
   return weights;
+}
+
+int64_t int8_group_size(const at::Tensor& weight, const at::Tensor& scale) {
+  if (scale.dim() < weight.dim()) return 0;
+  // Without steps, any size is right.
+  return scale.size(-1) == 0 ? 32 : weight.size(-1) / scale.size(-1);
 }
 
 ProductCall<QuantizedProduct> quantized_call(const Product& product,
@@ -157,8 +177,25 @@ void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const 
   check_rows(name, "input", input);
   check_weight(name, weight, at::kChar, "(N, K)", input);
   check_count(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1), "input has");
-  check_of_rows(name, "scale", scale, input, weight);
+  if (scale.dim() == 2) {
+    check_like(name, "scale", scale, "input", input);
+    check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
+    check_groups(name, "scale", scale.sym_size(1), weight.sym_size(1), "columns of weight");
+  } else {
+    TORCH_CHECK_VALUE(scale.dim() == 1, name,
+                      ": scale must have 1 dimension (N) or 2 (N, K / group_size), got ",
+                      scale.dim());
+    check_of_rows(name, "scale", scale, input, weight);
+  }
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
+}
+
+void check_groups(const char* name, const char* argument, const c10::SymInt& groups,
+                  const c10::SymInt& steps, const std::string& of) {
+  const auto is_of = [&](int64_t size) { return holds((groups * size).sym_eq(steps)); };
+  TORCH_CHECK_VALUE(is_of(32) || is_of(64) || is_of(128), name, ": ", argument,
+                    " must have a column for each 32, 64 or 128 of the ", steps, " ", of, ", got ",
+                    groups);
 }
 
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,

@@ -5,18 +5,20 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "launch/kernel_table.h"
 #include "ops/linear/product.h"
 
 namespace foo {
 
-// A product whose right matrix has integers: 8 bits with a scale per column, or 4 bits, two in a
-// byte, with scale and zero per group of steps; or numbers of 4 bits, whose scale is the exponent
-// of a group. Strides are in elements; a column's groups are adjacent.
+// A product whose right matrix has integers: 8 bits with a scale per column or per group of steps,
+// or 4 bits, two in a byte, with scale and zero per group; or numbers of 4 bits, whose scale is the
+// exponent of a group. Strides are in elements; a column's groups are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
@@ -42,12 +44,14 @@ using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlo
                                void* scratch, int64_t* bytes);
 
 // Weights of 8 bits, of 4 bits if there are zeros, or MXFP4 if scales are exponents: of one matrix,
-// or of one for each group of rows. The steps of a column are adjacent, and so are its groups.
+// or of one for each group of rows. The steps of a column are adjacent, and so are its groups; the
+// group size is 0 if a column has one scale.
 struct QuantizedWeights {
   at::Tensor weight, scale;
   std::optional<at::Tensor> zero;
   int64_t group_size;
 
+  bool has_groups() const { return group_size != 0; }
   bool are_mxfp4() const { return is_exponent(scale); }
   static bool is_exponent(const at::Tensor& scale) { return scale.scalar_type() == at::kByte; }
 };
@@ -59,11 +63,18 @@ constexpr int64_t kMxfp4GroupSize = 32;
 QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
                                         const std::optional<at::Tensor>& zero, int64_t group_size);
 
+// Returns the number of steps that share a scale of 8-bit integers, or 0 for one scale per column.
+int64_t int8_group_size(const at::Tensor& weight, const at::Tensor& scale);
+
 // Returns the call that multiplies by weights of integers, those of one group if they are of
 // several; cut into at least `least` blocks.
 ProductCall<QuantizedProduct> quantized_call(const Product& product,
                                              const QuantizedWeights& weights, int64_t group,
                                              at::ScalarType dtype, int64_t least);
+
+// Checks that groups are of 32, 64 or 128 steps; `of` says whose steps.
+void check_groups(const char* name, const char* argument, const c10::SymInt& groups,
+                  const c10::SymInt& steps, const std::string& of);
 
 // Checks the shape, device and dtype of E8M0 scales.
 void check_exponents(const char* name, const char* argument, const at::Tensor& scale,

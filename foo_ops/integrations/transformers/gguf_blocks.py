@@ -1,0 +1,179 @@
+"""Blocks of GGUF files, as integers that foo's kernels multiply.
+
+A row of a quantised tensor is a sequence of blocks, of 32 or 256 weights. Functions here take all
+blocks of a matrix, (N, blocks in a row, bytes), as ggml-common.h of llama.cpp defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops.integrations.transformers.formats import LOWER, joined
+from foo_ops.integrations.transformers.packed import Integers
+from foo_ops.ops.linear_quantized import to_int8
+
+GROUP_SIZE = 32
+"""Weights that share a scale, in all layouts that are read here."""
+LOWEST_6, LOWEST_2 = 0x3F3F3F3F, 0x03030303
+"""Masks of the lowest bits of each byte of a word."""
+BYTES = 2**18
+"""Bytes of a file that are converted at a time, so that temporary tensors stay in the caches."""
+CODES = torch.tensor(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    dtype=torch.int8,
+    device="cpu",
+)
+"""The numbers of IQ4_NL (``kvalues_iq4nl``)."""
+
+
+def integers_of(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
+    """Convert a quantised matrix, (N, bytes in a row) uint8, with scales of a dtype.
+
+    Integers are those of the file where a layout of the kernels has them, see `EXACT`. Weights of
+    other kinds are rounded to the nearest of 8 bits in groups of 32.
+    """
+    read = EXACT.get(kind)
+    if read is None:
+        return nearest(rows, kind, dtype)
+    return read(rows.unflatten(1, (-1, block_of(kind)[1])), dtype)
+
+
+def block_of(kind: str) -> tuple[int, int]:
+    """Return the weights and the bytes of a block."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return weights, size
+
+
+def row_bytes(kind: str, columns: int) -> int:
+    """Return the bytes of a matrix's row."""
+    weights, size = block_of(kind)
+    return columns // weights * size
+
+
+def halves(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 at a byte of each block, (N, blocks), in float32."""
+    return blocks[..., start : start + 2].view(torch.float16).squeeze(-1).float()
+
+
+def in_chunks(read: Callable[..., Integers]) -> Callable[..., Integers]:
+    """Let a function convert some rows at a time."""
+
+    def read_all(rows: Tensor, *others: Any) -> Integers:
+        whole: list[Tensor] = []
+        step = max(1, BYTES * len(rows) // rows.numel())
+        for start in range(0, len(rows), step):
+            some = slice(start, start + step)
+            part = [it for it in read(rows[some], *others) if it is not None]
+            if not whole:
+                whole = [it.new_empty((len(rows), *it.shape[1:])) for it in part]
+            for tensor, numbers in zip(whole, part):
+                tensor[some] = numbers
+        return Integers(*whole)
+
+    return read_all
+
+
+# ------------------------------------------------------------------------------------------ layouts
+
+
+def q4_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """(integer - 8) * scale; the integers lie as in foo's groups of 32."""
+    scale = halves(blocks, 0).to(dtype)
+    # One row of zeros serves all rows.
+    zero = torch.full_like(scale[:1], 8).expand_as(scale)
+    return Integers(blocks[..., 2:].flatten(1), scale, zero)
+
+
+def q4_1(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """integer * scale + minimum."""
+    return with_minimum(blocks[..., 4:].contiguous(), halves(blocks, 0), -halves(blocks, 2), dtype)
+
+
+@in_chunks
+def q4_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """integer * scale - minimum, with 8 groups in a block.
+
+    Scales and minima are integers of 6 bits, times a float16 each. A byte of integers has elements
+    of two adjacent groups.
+    """
+    scales, minima = (it.flatten(1) for it in scales_and_minima(blocks))
+    words = blocks[..., 16:].contiguous().view(torch.int32).unflatten(-1, (4, 2, 4))
+    groups = torch.stack(joined(*words.unbind(-2)), -2).view(torch.uint8)
+    return with_minimum(groups.flatten(1, 3), scales, minima, dtype)
+
+
+def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return those of Q4_K, (N, blocks, 8), from the 16 bytes at the start of a block."""
+    first, second, third = blocks[..., 4:16].contiguous().view(torch.int32).unbind(-1)
+    # The last 4 groups have 4 bits in `third`, and their upper 2 above those of the first 4.
+    scales = first & LOWEST_6, third & LOWER | (first >> 6 & LOWEST_2) << 4
+    minima = second & LOWEST_6, third >> 4 & LOWER | (second >> 6 & LOWEST_2) << 4
+    scale, minimum = (torch.stack(words, -1).view(torch.uint8) for words in (scales, minima))
+    return scale * halves(blocks, 0)[..., None], minimum * halves(blocks, 2)[..., None]
+
+
+def with_minimum(groups: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Integers:
+    """Return integers whose weights are integer * scale - minimum.
+
+    Args:
+        groups: (N, groups, 16) uint8, packed; may be written to.
+        scale, minimum: (N, groups).
+    """
+    scale = scale.to(dtype)
+    zero = (minimum / scale).to(dtype)
+    # Equal weights have no scale, and one that dtype cannot divide by is far below the minimum.
+    is_flat = zero.isfinite().logical_not_()
+    if is_flat.any():
+        scale = torch.where(is_flat, minimum.masked_fill(minimum == 0, 1).to(dtype), scale)
+        zero = torch.where(is_flat, (minimum != 0).to(dtype), zero)
+        groups[is_flat] = 0
+    return Integers(groups.flatten(1), scale, zero)
+
+
+def q8_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """integer * scale."""
+    return Integers(blocks[..., 2:].flatten(1).view(torch.int8), halves(blocks, 0).to(dtype))
+
+
+def q5_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """(integer - 16) * scale, with the fifth bits of 32 integers in a word."""
+    fifth = blocks[..., 2:6, None] >> torch.arange(8, device=blocks.device) & 1
+    integers = elements(blocks[..., 6:]) | fifth.flatten(-2) << 4
+    return Integers((integers.to(torch.int8) - 16).flatten(1), halves(blocks, 0).to(dtype))
+
+
+def iq4_nl(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    """number * scale, with codes for 16 numbers."""
+    numbers = CODES.to(blocks.device)[elements(blocks[..., 2:]).long()]
+    return Integers(numbers.flatten(1), halves(blocks, 0).to(dtype))
+
+
+def elements(bytes: Tensor) -> Tensor:
+    """Return the 4-bit integers of bytes, those of the lower bits first."""
+    return torch.cat((bytes & 15, bytes >> 4), -1)
+
+
+EXACT: dict[str, Callable[[Tensor, torch.dtype], Integers]] = {
+    "Q4_0": q4_0,
+    "Q4_1": q4_1,
+    "Q4_K": q4_k,
+    "Q5_0": in_chunks(q5_0),
+    "Q8_0": q8_0,
+    "IQ4_NL": in_chunks(iq4_nl),
+}
+"""Kinds whose integers stay as they are. Scales, and minima over scales, are rounded to a dtype."""
+
+
+@in_chunks
+def nearest(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
+    """Round to integers of 8 bits, in groups of 32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    numbers = torch.from_numpy(dequantize(rows.cpu().numpy(), GGMLQuantizationType[kind]))
+    return Integers(*(it.to(rows.device) for it in to_int8(numbers.double(), dtype, GROUP_SIZE)))
