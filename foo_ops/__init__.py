@@ -27,6 +27,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "linear_cross_entropy",
+    "linear_fp8",
     "linear_int4",
     "linear_int8",
     "linear_mxfp4",

@@ -16,8 +16,8 @@ FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
 ADJACENT_COLUMNS = Maker("foo_ops.kernels.linear.few_rows", "make_adjacent_columns_kernel")
 FINISH = Maker("foo_ops.kernels.linear.product", "make_finish_kernel")
 QUANTIZED = "foo_ops.kernels.linear.quantized"
-INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
-INT8_FEW_ROWS = Maker(QUANTIZED, "make_int8_few_rows_kernel")
+EIGHT_BIT_PRODUCT = Maker(QUANTIZED, "make_8bit_product_kernel")
+EIGHT_BIT_FEW_ROWS = Maker(QUANTIZED, "make_8bit_few_rows_kernel")
 INT4_PRODUCT = Maker(QUANTIZED, "make_int4_product_kernel")
 INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
 MXFP4_PRODUCT = Maker(QUANTIZED, "make_mxfp4_product_kernel")
@@ -39,6 +39,9 @@ _WITHOUT_OPTIONS = {"has_options": False}
 _PROGRAMS = {"has_options": False, "has_programs": True}
 # Epilogues: functions applied to the sums of linear layers.
 _FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
+# Weights of 8 bits, by the names of their operators.
+_EIGHT_BITS = {"linear_int8": "int8", "linear_fp8": "float8_e4m3fn"}
+_GROUP_SIZES = (32, 64, 128)
 _ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),
@@ -58,14 +61,29 @@ _OWN = (
     OwnKernel("linear_few_rows", FEW_ROWS),
     OwnKernel("linear_few_rows_of_adjacent_columns", ADJACENT_COLUMNS),
     OwnKernel("linear_finish", FINISH),
-    OwnKernel("linear_int8_product", INT8_PRODUCT),
-    OwnKernel("linear_int8_few_rows", INT8_FEW_ROWS),
-    OwnKernel("linear_int8_product.groups", INT8_PRODUCT, {"has_groups": True}),
+    *(
+        kernel
+        for name, stored in _EIGHT_BITS.items()
+        for kernel in (
+            OwnKernel(f"{name}_product", EIGHT_BIT_PRODUCT, {"stored": stored}),
+            OwnKernel(
+                f"{name}_product.groups", EIGHT_BIT_PRODUCT, {"stored": stored, "has_groups": True}
+            ),
+            OwnKernel(f"{name}_few_rows", EIGHT_BIT_FEW_ROWS, {"stored": stored}),
+            *(
+                OwnKernel(
+                    f"{name}_few_rows.{it}",
+                    EIGHT_BIT_FEW_ROWS,
+                    {"stored": stored, "group_size": it},
+                )
+                for it in _GROUP_SIZES
+            ),
+        )
+    ),
     OwnKernel("linear_int4_product", INT4_PRODUCT),
     *(
-        OwnKernel(f"linear_{name}_few_rows.{size}", maker, {"group_size": size})
-        for name, maker in (("int8", INT8_FEW_ROWS), ("int4", INT4_FEW_ROWS))
-        for size in (32, 64, 128)
+        OwnKernel(f"linear_int4_few_rows.{it}", INT4_FEW_ROWS, {"group_size": it})
+        for it in _GROUP_SIZES
     ),
     OwnKernel("linear_mxfp4_product", MXFP4_PRODUCT),
     OwnKernel("linear_mxfp4_few_rows", MXFP4_FEW_ROWS),

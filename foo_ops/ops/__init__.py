@@ -17,6 +17,7 @@ from foo_ops.ops.experts.quantized import moe_experts_quantized
 from foo_ops.ops.flex_attention.dense import flex_attention
 from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
 from foo_ops.ops.linear import linear, linear_silu_mul
+from foo_ops.ops.linear_fp8 import linear_fp8
 from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4, linear_mxfp4, quantize_mxfp4
 from foo_ops.ops.linear_quantized import (
     dequantize_weight,
@@ -42,6 +43,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "linear_cross_entropy",
+    "linear_fp8",
     "linear_int4",
     "linear_int8",
     "linear_mxfp4",

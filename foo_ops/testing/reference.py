@@ -140,6 +140,25 @@ def numbers_of_int8(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.to(scale.dtype) * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
 
 
+def numbers_of_fp8(weight: Tensor) -> Tensor:
+    """Return the numbers of codes of sign, 4 bits of exponent and 3 of mantissa, in float64."""
+
+    def number_of(code: int) -> float:
+        sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+        magnitude = 2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else mantissa / 2**9
+        if (exponent, mantissa) == (15, 7):
+            magnitude = math.nan
+        return -magnitude if sign else magnitude
+
+    numbers = torch.tensor([number_of(code) for code in range(256)], dtype=torch.float64)
+    return numbers.to(weight.device)[weight.long()]
+
+
+def linear_fp8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a weight of 8-bit floating-point numbers, like `linear_int8`."""
+    return linear_int8(input, numbers_of_fp8(weight), scale, bias)
+
+
 def numbers_of_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the numbers of codes of sign, two bits of exponent and one of mantissa, in float64."""
 

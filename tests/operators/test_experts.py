@@ -3,6 +3,7 @@
 What holds for every operator is in test_matrix.py.
 """
 
+import math
 import re
 
 import pytest
@@ -165,7 +166,7 @@ def test_gradients_lie_as_weights_do():
         assert given[name].grad.stride() == given[name].stride()
 
 
-MXFP4 = "mxfp4"
+MXFP4, FP8 = "mxfp4", "fp8"
 
 
 def quantized(weight, bits, group_size):
@@ -173,6 +174,16 @@ def quantized(weight, bits, group_size):
     if bits == MXFP4:
         parts = foo_ops.quantize_mxfp4(weight)
         return (*parts, None), reference.numbers_of_mxfp4(*parts)
+    if bits == FP8:
+        codes = (100 * weight).to(torch.float8_e4m3fn)
+        groups = () if group_size is None else (weight.shape[2] // group_size,)
+        shape = (*weight.shape[:2], *groups)
+        scale = torch.linspace(0.005, 0.02, math.prod(shape)).view(shape)
+        scale = scale.double() if weight.dtype == torch.float64 else scale
+        factors = scale.unsqueeze(-1) if group_size is None else scale
+        factors = factors.repeat_interleave(group_size or 1, -1).double()
+        numbers = reference.numbers_of_fp8(codes.view(torch.uint8)) * factors
+        return (codes, scale, None), numbers
     parts = zip(*(foo_ops.quantize_weight(it, bits, group_size) for it in weight))
     integers, scale, *zero = (torch.stack(part) for part in parts)
     if bits == 8:
@@ -190,7 +201,8 @@ def quantized(weight, bits, group_size):
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 @pytest.mark.parametrize("dtype", MOE_EXPERTS.dtypes)
 @pytest.mark.parametrize(
-    ("bits", "group_size"), [(8, None), (8, 32), (4, 32), (4, 64), (MXFP4, None)]
+    ("bits", "group_size"),
+    [(8, None), (8, 32), (4, 32), (4, 64), (MXFP4, None), (FP8, None), (FP8, 64)],
 )
 @pytest.mark.parametrize("tokens", [0, 1, 5, 60])
 def test_weights_of_few_bits(tokens, bits, group_size, dtype, device):

@@ -61,9 +61,9 @@ from foo_ops.kernels.simd.narrow import (
     scale_of_integers,
     store_digits,
     tile_dot_4bit,
+    unpack_bytes,
     unpack_float4,
     unpack_int4,
-    unpack_int8,
 )
 from foo_ops.kernels.simd.register_tiles import (
     tile_dot,
@@ -399,9 +399,9 @@ def _make_mender(GROUP_SIZE: int, weights: Weights) -> Callable:
 
 # --------------------------------------------------------------------------- products with integers
 
-# Multiplies by weights of 8-bit and 4-bit integers, and of 4-bit numbers.
+# Multiplies by weights of 8-bit and 4-bit integers, and of floating-point numbers of 8 and 4 bits.
 #
-# 8-bit integers with a scale per column enter products unscaled, and the sums of the column are
+# Numbers of 8 bits with a scale per column enter products unscaled, and the sums of the column are
 # multiplied by its scale. Those with scales for groups of a column are scaled when they are
 # converted to numbers: in registers for few rows, which is as fast as memory is read, otherwise on
 # the way to a panel, for all rows of a block. Weights of 4 bits are multiplied as integers for few
@@ -414,11 +414,12 @@ LARGEST_GROUP_SIZE = 128
 MXFP4_GROUP_SIZE = 32
 
 
-def make_int8_few_rows_kernel(dtype: str, group_size: int | None = None) -> Kernel:
-    """Make the kernel for few rows and 8-bit integers, with a scale per column or per group."""
+def make_8bit_few_rows_kernel(dtype: str, stored: str, group_size: int | None = None) -> Kernel:
+    """Make the kernel for few rows and numbers of 8 bits, with a scale per column or per group."""
     if group_size is None:
-        return make_few_rows_kernel(dtype, _make_int8_tiles)
-    return make_few_rows_kernel(dtype, partial(_make_int8_group_tiles, GROUP_SIZE=group_size))
+        return make_few_rows_kernel(dtype, partial(_make_8bit_tiles, stored=stored))
+    make_tiles = partial(_make_8bit_group_tiles, stored=stored, GROUP_SIZE=group_size)
+    return make_few_rows_kernel(dtype, make_tiles)
 
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
@@ -443,15 +444,15 @@ def _make_4bit_few_rows_kernel(
     return make_few_rows_kernel(dtype, make_tiles)
 
 
-def make_int8_product_kernel(dtype: str, has_groups: bool = False) -> Kernel:
-    """Make the kernel for any number of rows and 8-bit integers."""
+def make_8bit_product_kernel(dtype: str, stored: str, has_groups: bool = False) -> Kernel:
+    """Make the kernel for any number of rows and numbers of 8 bits."""
 
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
         if has_groups:
-            unpack, scale_sums = _make_int8_group_unpacker(dtype), leave_sums
+            unpack, scale_sums = _make_8bit_group_unpacker(dtype), leave_sums
         else:
-            unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
-        arguments = quantized_argument_types(dtype, "int8")
+            unpack, scale_sums = _make_8bit_unpacker(dtype), _make_sums_scaler(dtype)
+        arguments = _8bit_arguments(dtype, stored)
         return _make_unpacked_panels(dtype, WIDTH, SECTION, 1, arguments, unpack, scale_sums)
 
     multiple = LARGEST_GROUP_SIZE if has_groups else 1
@@ -480,17 +481,24 @@ def _make_4bit_product_kernel(dtype: str, codes: str) -> Kernel:
 # --------------------------------------------------------------------------------------- few rows
 
 
-def _make_int8_tiles(dtype: str) -> Tiles:
-    arguments, scale_sums = quantized_argument_types(dtype, "int8"), _make_sums_scaler(dtype)
-    return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
+def _8bit_arguments(dtype: str, stored: str) -> tuple[Any, ...]:
+    """Integers have scales of the left matrix's dtype, and other numbers of the compute dtype."""
+    return quantized_argument_types(
+        dtype, stored, dtype if stored == "int8" else compute_dtype(dtype)
+    )
 
 
-def _make_int8_group_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
-    """Make tiles that multiply each vector of integers by the scale of its group."""
+def _make_8bit_tiles(dtype: str, stored: str) -> Tiles:
+    arguments, scale_sums = _8bit_arguments(dtype, stored), _make_sums_scaler(dtype)
+    return make_element_tiles(compute_dtype(dtype), stored, stored, arguments, scale_sums)
+
+
+def _make_8bit_group_tiles(dtype: str, stored: str, GROUP_SIZE: int) -> Tiles:
+    """Make tiles that multiply each vector of numbers by the scale of its group."""
     compute = compute_dtype(dtype)
     LANES, tiles_ahead = lanes_of(compute), make_tiles_ahead()
-    arguments = quantized_argument_types(dtype, "int8")
-    tiles = make_element_tiles(compute, "int8", "int8", arguments, leave_sums)
+    arguments = _8bit_arguments(dtype, stored)
+    tiles = make_element_tiles(compute, stored, stored, arguments, leave_sums)
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
         @njit
@@ -593,7 +601,7 @@ def _strip_dtype(dtype: str) -> str:
     return "bfloat16" if in_pairs(dtype) else compute_dtype(dtype)
 
 
-def _make_int8_unpacker(dtype: str) -> Callable:
+def _make_8bit_unpacker(dtype: str) -> Callable:
     LANES, number = lanes_of(compute_dtype(dtype)), ELEMENTS[compute_dtype(dtype)].compute
     one = number(1)
 
@@ -602,14 +610,14 @@ def _make_int8_unpacker(dtype: str) -> Callable:
         source = shift(product.right, column * product.right_column_stride + start)
         whole = count // LANES * LANES
         for step in range(0, whole, LANES):
-            unpack_int8(shift(target, step), shift(source, step), one, LANES)
+            unpack_bytes(shift(target, step), shift(source, step), one, LANES)
         for step in range(whole, count):
-            store(target, step, number(load(source, step)))
+            unpack_bytes(shift(target, step), shift(source, step), one, 1)
 
     return unpack
 
 
-def _make_int8_group_unpacker(dtype: str) -> Callable:
+def _make_8bit_group_unpacker(dtype: str) -> Callable:
     LANES = lanes_of(compute_dtype(dtype))
 
     @njit
@@ -620,7 +628,7 @@ def _make_int8_group_unpacker(dtype: str) -> Callable:
         for group in range(count // size):
             scale = load(scales, group)
             for step in range(group * size, (group + 1) * size, LANES):
-                unpack_int8(shift(target, step), shift(source, step), scale, LANES)
+                unpack_bytes(shift(target, step), shift(source, step), scale, LANES)
 
     return unpack
 

@@ -29,6 +29,7 @@ from foo_ops.kernels.simd.types import (
     constant_of,
     emit_fma,
     emit_multiply_add,
+    emit_numbers_of_bytes,
     emit_shuffle,
     emit_splat,
     narrow,
@@ -561,15 +562,16 @@ def truncated_limb(typing_context, x):
 
 
 @intrinsic(prefer_literal=True)
-def unpack_int8(typing_context, target, source, scale, lanes):
-    """Store LANES adjacent 8-bit integers, times a scale, as numbers of the target's dtype."""
+def unpack_bytes(typing_context, target, source, scale, lanes):
+    """Store LANES adjacent numbers of 8 bits, times a scale, as numbers of the target's dtype."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):
         count = lanes.literal_value
         scales = emit_splat(builder, args[2], count)
-        integers = _load_bytes(builder, args[1], count)
-        value = builder.fmul(builder.sitofp(integers, scales.type), scales)
+        bytes_ = _load_bytes(builder, args[1], count)
+        numbers = emit_numbers_of_bytes(builder, source.dtype, bytes_, scales.type)
+        value = builder.fmul(numbers, scales)
         _store_numbers(builder, target.dtype, args[0], value)
         return context.get_dummy_value()
 

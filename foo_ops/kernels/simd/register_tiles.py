@@ -9,9 +9,9 @@
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
     tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
                                             j-th vector], for each k; with pairs, for 2k and 2k + 1;
-                                            b may be int8
+                                            b may be int8 or float8_e4m3fn
     tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
-                                            either may be int8
+                                            either may be int8 or float8_e4m3fn
     tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    the same, with b[j-th row] *
                                             factors[j, 0] in place of b[j-th row]
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
@@ -37,12 +37,15 @@ from foo_ops.kernels.simd.types import (
     Vector,
     emit_fma,
     emit_multiply_add,
+    emit_numbers_of_bytes,
     emit_shuffle,
     emit_splat,
     narrow,
     vector_ir,
     widen,
 )
+
+BYTES = ("int8", "float8_e4m3fn")
 
 
 @intrinsic(prefer_literal=True)
@@ -207,9 +210,11 @@ def tile_outer(typing_context, tile, factors, b, stride):
 
 
 def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
-    """Emit the load of a vector of a tile; 8-bit integers are converted to its numbers."""
+    """Emit the load of a vector of a tile; bytes are converted to its numbers."""
     vector = emit_load_vector(builder, dtype, pointer, index, tile.vector.lanes)
-    return builder.sitofp(vector, vector_ir(tile.vector)) if dtype == "int8" else vector
+    if dtype not in BYTES:
+        return vector
+    return emit_numbers_of_bytes(builder, dtype, vector, vector_ir(tile.vector))
 
 
 @intrinsic

@@ -93,6 +93,7 @@ def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir
 # Some dtypes exist in kernels only. "mask" is a bool that loads as its contribution to a score: 0
 # if true, else -infinity. "bfloat16x2" and "int16x2" are pairs in 32 bits, which are loaded and
 # stored without conversion and multiplied by tile_fma; "int8x4" is four bytes for a matrix unit.
+# "float8_e4m3fn" is loaded and stored as a byte, and converted by `emit_numbers_of_bytes`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,7 @@ ELEMENTS = {
     "int16x2": Element(INT32, 4, types.int32, parts=2),
     "int8x4": Element(INT32, 4, types.int32, parts=4),
     "mask": Element(INT8, 1, types.float32),
+    "float8_e4m3fn": Element(INT8, 1, types.uint8),
     "complex32": Element(ir.ArrayType(HALF, 2), 4, types.complex64),
     "complex64": Element(ir.ArrayType(FLOAT, 2), 8, types.complex64),
     "complex128": Element(ir.ArrayType(DOUBLE, 2), 16, types.complex128),
@@ -152,6 +154,26 @@ def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
         result = shaped(FLOAT, value.type)
         return builder.select(visible, constant_of(result, 0.0), constant_of(result, -math.inf))
     return value
+
+
+def emit_numbers_of_bytes(
+    builder: ir.IRBuilder, dtype: str, bytes_: ir.Value, result: ir.Type
+) -> ir.Value:
+    """Convert vectors of int8 or float8_e4m3fn to a floating-point type."""
+    if dtype == "int8":
+        return builder.sitofp(bytes_, result)
+    # As float16, with one bit of exponent more in front: 2^-8 times the number.
+    short = shaped(INT16, bytes_.type)
+    wide = builder.zext(bytes_, short)
+    magnitude = builder.and_(wide, constant_of(short, 0x7F))
+    sign = builder.shl(builder.and_(wide, constant_of(short, 0x80)), constant_of(short, 8))
+    shifted = builder.or_(builder.shl(magnitude, constant_of(short, 7)), sign)
+    is_nan = builder.icmp_unsigned("==", magnitude, constant_of(short, 0x7F))
+    half = builder.select(is_nan, constant_of(short, 0x7E00), shifted)
+    number = widen(builder, "float16", builder.bitcast(half, shaped(HALF, bytes_.type)))
+    if shaped(DOUBLE, bytes_.type) == result:
+        number = builder.fpext(number, result)
+    return builder.fmul(number, constant_of(result, 256.0))
 
 
 def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:

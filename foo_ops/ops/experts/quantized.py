@@ -1,4 +1,4 @@
-"""foo::moe_experts_quantized computes experts whose weights have 8 or 4 bits, or are MXFP4."""
+"""foo::moe_experts_quantized computes experts whose weights have 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.experts.mixture import OPTIONS, flops_of
+from foo_ops.ops.linear_fp8 import codes_of, dequantize_fp8
 from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4
 from foo_ops.ops.linear_quantized import dequantize_weight
 
@@ -42,7 +43,7 @@ def moe_experts_quantized(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """Compute `foo_ops.moe_experts` with weights of 8 or 4 bits, or of MXFP4.
+    """Compute `foo_ops.moe_experts` with weights of 8 or 4 bits: integers, FP8 or MXFP4.
 
     `foo_ops.quantize_weight` and `foo_ops.quantize_mxfp4` make them. Weights are read as they are:
     for few tokens, whose time is that of reading weights, experts of bfloat16 take twice as long as
@@ -50,11 +51,12 @@ def moe_experts_quantized(
 
     Args:
         hidden, expert_index, expert_weight: as for `foo_ops.moe_experts`.
-        gate_up: (E, 2 N, K) int8; or (E, 2 N, K / 2) uint8 for 4 bits, packed by groups, and for
-            MXFP4, where adjacent weights share a byte.
+        gate_up: (E, 2 N, K) int8, or float8_e4m3fn or uint8 with its bits; or (E, 2 N, K / 2) uint8
+            for 4 bits, packed by groups, and for MXFP4, where adjacent weights share a byte.
         gate_up_scale: (E, 2 N, K / group_size), with groups of 32, 64 or 128 weights, or for 8 bits
-            also (E, 2 N); of hidden's dtype. (E, 2 N, K / 32) uint8 for MXFP4, exponents.
-        gate_up_zero: of gate_up_scale's shape and dtype, for 4 bits; None for 8 bits and MXFP4.
+            also (E, 2 N); of hidden's dtype, for float8_e4m3fn float32 or float64 as for
+            `foo_ops.linear_fp8`. (E, 2 N, K / 32) uint8 for MXFP4, exponents.
+        gate_up_zero: of gate_up_scale's shape and dtype, for integers of 4 bits; else None.
         down, down_scale, down_zero: likewise, for (E, L, N).
         gate_up_bias, down_bias, activation, is_gated, is_interleaved, alpha, limit, up_offset: as
             for `foo_ops.moe_experts`.
@@ -81,10 +83,10 @@ def moe_experts_quantized(
         hidden,
         expert_index,
         expert_weight,
-        gate_up,
+        codes_of(gate_up),
         gate_up_scale,
         gate_up_zero,
-        down,
+        codes_of(down),
         down_scale,
         down_zero,
         gate_up_bias,
@@ -118,6 +120,9 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch
     """Return the numbers of all experts' weights, in dtype."""
     if zero is None and scale.dtype == torch.uint8:
         return dequantize_mxfp4(weight, scale, dtype)
+    if zero is None and weight.dtype == torch.uint8:
+        numbers = dequantize_fp8(weight.flatten(0, 1), scale.flatten(0, 1))
+        return numbers.to(dtype).unflatten(0, weight.shape[:2])
     of_rows = [None if it is None else it.flatten(0, 1) for it in (weight, scale, zero)]
     return dequantize_weight(*of_rows).unflatten(0, weight.shape[:2])  # type: ignore[arg-type]
 

@@ -235,7 +235,7 @@ LINEAR_SILU_MUL = OpSpec(
 )
 
 
-# ------------------------------------------- foo::linear_int8, foo::linear_int4, foo::linear_mxfp4
+# ------------------------------------------- linear layers with weights of 8 and 4 bits, samples
 
 # The error of an element is bounded as for foo::linear, with the magnitudes of the dequantized
 # weights. Weights that are rounded to the input's dtype have errors of their own, independent of
@@ -304,6 +304,37 @@ def int4_sample(
     return make
 
 
+def fp8_sample(
+    name: str,
+    rows: tuple[int, ...],
+    depth: int,
+    columns: int,
+    *,
+    group_size: int | None = None,
+    has_bias: bool = True,
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        input, bias = random(name, (*rows, depth), (columns,), dtype=dtype)
+        groups = () if group_size is None else (depth // group_size,)
+        of_scale = torch.float64 if dtype == torch.float64 else torch.float32
+        (scale,) = random(name, (columns, *groups), dtype=of_scale)
+        weight = integers(name, (columns, depth), torch.uint8)
+        # No NaN.
+        weight = torch.where(weight % 128 == 127, weight - 1, weight)
+        inputs = (input, weight, scale / 512)
+        return Sample((*inputs, bias) if has_bias else inputs)
+
+    return make
+
+
+def special_fp8(make: Maker, dtype: torch.dtype) -> Sample:
+    """Make infinities and NaN, also of weights."""
+    sample = special_quantized(make, dtype)
+    _, weight, *_ = sample.inputs
+    weight[8, 1], weight[9, 4] = 0x7F, 0xFF
+    return sample
+
+
 def mxfp4_sample(
     name: str, rows: tuple[int, ...], groups: int, columns: int, *, has_bias: bool = True
 ) -> Maker:
@@ -348,12 +379,17 @@ def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
         value = reference.numbers_of_mxfp4(weight, scale)
         return value, value.abs()
     if not sample.keywords:
+        weight = numbers_of_bytes(weight)
         factors = scale.detach()
         value = reference.numbers_of_int8(weight, factors[:, None] if scale.dim() == 1 else factors)
         return value, value.abs()
     factors, size = (scale.detach(), others[0].detach()), sample.keywords["group_size"]
     magnitude = reference.numbers_of_int4(weight, factors[0].abs(), -factors[1].abs(), size)
     return reference.numbers_of_int4(weight, *factors, size), magnitude
+
+
+def numbers_of_bytes(weight: Tensor) -> Tensor:
+    return reference.numbers_of_fp8(weight) if weight.dtype == torch.uint8 else weight.double()
 
 
 def error_of_rounded(left: Tensor, right: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
@@ -409,10 +445,10 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
             budgets.append(bound(value, total, terms, dtype))
     else:
         of_row = scale.shape[1] if scale.dim() == 2 else 1
-        groups = (of_row, depth // max(of_row, 1))
+        groups, numbers_ = (of_row, depth // max(of_row, 1)), numbers_of_bytes(integers)
         value, total = (
-            (it * integers.double().abs()).unflatten(1, groups).sum(-1).reshape(scale.shape)
-            for it in (of_weight * integers.sign(), magnitudes)
+            (it * numbers_.abs()).unflatten(1, groups).sum(-1).reshape(scale.shape)
+            for it in (of_weight * numbers_.sign(), magnitudes)
         )
         budgets.append(bound(value, total, terms, dtype))
     if others:
@@ -423,9 +459,12 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
 
 
 def reference_of(sample: Sample) -> Callable[..., Tensor]:
-    if sample.inputs[2].dtype == torch.uint8:
+    _, weight, scale, *_ = sample.inputs
+    if scale.dtype == torch.uint8:
         return reference.linear_mxfp4
-    return reference.linear_int4 if sample.keywords else reference.linear_int8
+    if sample.keywords:
+        return reference.linear_int4
+    return reference.linear_fp8 if weight.dtype == torch.uint8 else reference.linear_int8
 
 
 # ------------------------------------------------------------------------- quantised weights, specs
@@ -462,6 +501,37 @@ LINEAR_INT8 = OpSpec(
     essential=("size1", "size7", "no bias", "groups"),
     in_layouts=("size7", "no bias", "few rows", "groups"),
     large=int8_sample("large", (301,), 600, 333),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
+)
+
+LINEAR_FP8 = OpSpec(
+    operator=torch.ops.foo.linear_fp8.default,
+    reference=reference.linear_fp8,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: fp8_sample("sized", (2, size), size + 3, size + 1)(dtype),
+    samples={
+        "vector": fp8_sample("vector", (), 19, 33),
+        "no bias": fp8_sample("no bias", (3, 4), 35, 18, has_bias=False),
+        "no depth": fp8_sample("no depth", (3,), 0, 5),
+        "no columns": fp8_sample("no columns", (3,), 5, 0),
+        "few rows": fp8_sample("few rows", (5,), 515, 70),
+        "several sections": fp8_sample("several sections", (61,), 1101, 75),
+        "special values": partial(special_fp8, fp8_sample("special", (9,), 21, 20)),
+        "groups": fp8_sample("groups", (2, 7), 96, 18, group_size=32),
+        "groups, one row": fp8_sample("one row", (1,), 1056, 131, group_size=32),
+        "groups of 64, few rows": fp8_sample("64", (5,), 576, 70, group_size=64),
+        "groups of 128, sections": fp8_sample("128", (61,), 1152, 75, group_size=128),
+        "special values of groups": partial(
+            special_fp8, fp8_sample("special", (9,), 64, 20, group_size=32)
+        ),
+        "special values of groups of few rows": partial(
+            special_fp8, fp8_sample("few", (7,), 64, 20, group_size=32)
+        ),
+    },
+    essential=("size1", "size7", "no bias", "groups"),
+    in_layouts=("size7", "no bias", "few rows", "groups"),
+    large=fp8_sample("large", (301,), 640, 333, group_size=128),
     output_budget=quantized_budget,
     gradient_budget=quantized_gradient_budget,
 )

@@ -149,8 +149,9 @@ Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tenso
 }
 
 // Returns the number of steps that share a scale, or 0 for one scale per row.
-int64_t group_size_of(const Tensor& weight, const Tensor& scale) {
-  if (weight.scalar_type() == at::kChar) return int8_group_size(weight, scale);
+int64_t group_size_of(const Tensor& weight, const Tensor& scale, bool has_zero) {
+  const bool are_mxfp4 = QuantizedWeights::is_exponent(scale);
+  if (!has_zero && !are_mxfp4) return group_size_of_bytes(weight, scale);
   return scale.size(2) == 0 ? kMxfp4GroupSize : 2 * weight.size(2) / scale.size(2);
 }
 
@@ -166,7 +167,8 @@ Tensor moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
                               gate_up_zero, down, down_scale, down_zero, gate_up_bias, down_bias,
                               activation, is_gated, alpha, limit);
   const auto weights = [](const Tensor& weight, const Tensor& scale, const OptionalTensor& zero) {
-    return make_quantized_weights(weight, scale, zero, group_size_of(weight, scale));
+    return make_quantized_weights(weight, scale, zero,
+                                  group_size_of(weight, scale, zero.has_value()));
   };
   return std::get<0>(
       run(hidden, expert_index, expert_weight, gate_up.size(0),
@@ -357,8 +359,9 @@ c10::SymInt steps_of(const Tensor& weight, const Tensor& scale, const OptionalTe
   return is_shared ? 2 * weight.sym_size(2) : weight.sym_size(2);
 }
 
-// Checks weights of 8 bits, with a scale for each row or group of steps; of 4 bits, with scale and
-// zero for each group; or of MXFP4, with an exponent for each group.
+// Checks weights of 8 bits, with a scale for each row or group of steps: integers, or bytes without
+// sign, which are codes of float8_e4m3fn; of 4 bits, with scale and zero for each group; or of
+// MXFP4, with an exponent for each group.
 void check_integers(const char* argument, const Tensor& weight, const Tensor& scale,
                     const OptionalTensor& zero, const Tensor& hidden) {
   const bool are_mxfp4 = !zero.has_value() && QuantizedWeights::is_exponent(scale);
@@ -366,7 +369,8 @@ void check_integers(const char* argument, const Tensor& weight, const Tensor& sc
   const bool has_groups = is_shared || scale.dim() == 3;
   const std::string scale_name = std::string(argument) + "_scale";
   const std::string zero_name = std::string(argument) + "_zero";
-  const at::ScalarType dtype = is_shared ? at::kByte : at::kChar;
+  const bool are_fp8 = !is_shared && weight.scalar_type() == at::kByte;
+  const at::ScalarType dtype = is_shared || are_fp8 ? at::kByte : at::kChar;
   check_dimensions(kName, argument, weight, 3, is_shared ? "(E, N, K / 2)" : "(E, N, K)");
   TORCH_CHECK_VALUE(weight.device() == hidden.device(), kName, ": ", argument, " must be on ",
                     hidden.device(), " as hidden is, got ", weight.device());
@@ -374,7 +378,7 @@ void check_integers(const char* argument, const Tensor& weight, const Tensor& sc
                    dtype_name(dtype),
                    are_mxfp4   ? " with exponents"
                    : is_shared ? " with zeros"
-                               : " without zeros",
+                               : " or uint8 without zeros",
                    ", got ", dtype_name(weight.scalar_type()));
   if (are_mxfp4) {
     check_exponents(kName, scale_name.c_str(), scale, 3, "(E, N, K / 32)", "hidden", hidden);
@@ -384,7 +388,11 @@ void check_integers(const char* argument, const Tensor& weight, const Tensor& sc
                       scale.dim());
     check_dimensions(kName, scale_name.c_str(), scale, has_groups ? 3 : 2,
                      "(E, N, K / group_size)");
-    check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
+    if (are_fp8) {
+      check_wide_scale(kName, scale_name.c_str(), scale, "hidden", hidden);
+    } else {
+      check_like(kName, scale_name.c_str(), scale, "hidden", hidden);
+    }
   }
   const std::string has = std::string(argument) + " has";
   check_count(kName, scale_name.c_str(), "matrices", scale.sym_size(0), weight.sym_size(0),

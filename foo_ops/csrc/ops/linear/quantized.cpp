@@ -64,34 +64,43 @@ at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
 
 // The few-rows kernels that are compiled for each group size.
 struct GroupKernels {
-  Kernel &of_32, &of_64, &of_128;
+  Kernel of_32, of_64, of_128;
 
-  Kernel& of(int64_t group_size) const {
+  explicit GroupKernels(const std::string& name)
+      : of_32(name + ".32"), of_64(name + ".64"), of_128(name + ".128") {}
+
+  Kernel& of(int64_t group_size) {
     return group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128;
   }
 };
 
-Kernel& kernel_of_few_rows(const QuantizedWeights& weights) {
-  static const GroupKernels int8{*new Kernel("linear_int8_few_rows.32"),
-                                 *new Kernel("linear_int8_few_rows.64"),
-                                 *new Kernel("linear_int8_few_rows.128")};
-  static const GroupKernels int4{*new Kernel("linear_int4_few_rows.32"),
-                                 *new Kernel("linear_int4_few_rows.64"),
-                                 *new Kernel("linear_int4_few_rows.128")};
-  return (weights.zero.has_value() ? int4 : int8).of(weights.group_size);
-}
+// The kernels of weights of 8 bits.
+struct ByteKernels {
+  Kernel few_rows, product, product_of_groups;
+  GroupKernels few_rows_of_groups;
+
+  explicit ByteKernels(const std::string& name)
+      : few_rows(name + "_few_rows"),
+        product(name + "_product"),
+        product_of_groups(name + "_product.groups"),
+        few_rows_of_groups(name + "_few_rows") {}
+
+  Kernel& of(int64_t group_size, bool is_few) {
+    if (group_size == 0) return is_few ? few_rows : product;
+    return is_few ? few_rows_of_groups.of(group_size) : product_of_groups;
+  }
+};
 
 Kernel& kernel_of(const QuantizedWeights& weights, bool is_few) {
-  static auto* const few_int8 = new Kernel("linear_int8_few_rows");
-  static auto* const many_int8 = new Kernel("linear_int8_product");
-  static auto* const many_int8_groups = new Kernel("linear_int8_product.groups");
+  static auto* const int8 = new ByteKernels("linear_int8");
+  static auto* const fp8 = new ByteKernels("linear_fp8");
+  static auto* const few_int4 = new GroupKernels("linear_int4_few_rows");
   static auto* const many_int4 = new Kernel("linear_int4_product");
   static auto* const few_mxfp4 = new Kernel("linear_mxfp4_few_rows");
   static auto* const many_mxfp4 = new Kernel("linear_mxfp4_product");
   if (weights.are_mxfp4()) return is_few ? *few_mxfp4 : *many_mxfp4;
-  if (!weights.has_groups()) return is_few ? *few_int8 : *many_int8;
-  if (is_few) return kernel_of_few_rows(weights);
-  return weights.zero.has_value() ? *many_int4 : *many_int8_groups;
+  if (weights.zero.has_value()) return is_few ? few_int4->of(weights.group_size) : *many_int4;
+  return (weights.are_fp8() ? fp8 : int8)->of(weights.group_size, is_few);
 }
 
 at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& weights,
@@ -105,11 +114,14 @@ at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& w
   return output;
 }
 
-at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+template <void (*check)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                        const OptionalTensor&)>
+at::Tensor linear_8bit(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const OptionalTensor& bias) {
-  check_linear_int8(input, weight, scale, bias);
+  check(input, weight, scale, bias);
   return multiply_quantized(
-      input, make_quantized_weights(weight, scale, std::nullopt, int8_group_size(weight, scale)),
+      input,
+      make_quantized_weights(weight, scale, std::nullopt, group_size_of_bytes(weight, scale)),
       bias);
 }
 
@@ -141,7 +153,7 @@ QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tens
   return weights;
 }
 
-int64_t int8_group_size(const at::Tensor& weight, const at::Tensor& scale) {
+int64_t group_size_of_bytes(const at::Tensor& weight, const at::Tensor& scale) {
   if (scale.dim() < weight.dim()) return 0;
   // Without steps, any size is right.
   return scale.size(-1) == 0 ? 32 : weight.size(-1) / scale.size(-1);
@@ -170,24 +182,52 @@ ProductCall<QuantizedProduct> quantized_call(const Product& product,
   return {quantized, kernel, cut};
 }
 
-void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias) {
-  const char* const name = "linear_int8";
+namespace {
+
+// Checks all but the scale's dtype.
+void check_8bit(const char* name, const at::Tensor& input, const at::Tensor& weight,
+                at::ScalarType dtype, const at::Tensor& scale, const OptionalTensor& bias) {
   check_dtype(name, "input", input);
   check_rows(name, "input", input);
-  check_weight(name, weight, at::kChar, "(N, K)", input);
+  check_weight(name, weight, dtype, "(N, K)", input);
   check_count(name, "weight", "columns", weight.sym_size(1), input.sym_size(-1), "input has");
+  TORCH_CHECK_VALUE(scale.dim() == 1 || scale.dim() == 2, name,
+                    ": scale must have 1 dimension (N) or 2 (N, K / group_size), got ",
+                    scale.dim());
   if (scale.dim() == 2) {
-    check_like(name, "scale", scale, "input", input);
     check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
     check_groups(name, "scale", scale.sym_size(1), weight.sym_size(1), "columns of weight");
   } else {
-    TORCH_CHECK_VALUE(scale.dim() == 1, name,
-                      ": scale must have 1 dimension (N) or 2 (N, K / group_size), got ",
-                      scale.dim());
-    check_of_rows(name, "scale", scale, input, weight);
+    check_one_each(name, "scale", "elements", scale.sym_size(0), weight.sym_size(0),
+                   "row of weight");
   }
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
+}
+
+}  // namespace
+
+void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                       const OptionalTensor& bias) {
+  const char* const name = "linear_int8";
+  check_8bit(name, input, weight, at::kChar, scale, bias);
+  check_like(name, "scale", scale, "input", input);
+}
+
+void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                      const OptionalTensor& bias) {
+  const char* const name = "linear_fp8";
+  check_8bit(name, input, weight, at::kByte, scale, bias);
+  check_wide_scale(name, "scale", scale, "input", input);
+}
+
+void check_wide_scale(const char* name, const char* argument, const at::Tensor& scale,
+                      const char* of, const at::Tensor& input) {
+  TORCH_CHECK_VALUE(scale.device() == input.device(), name, ": ", argument, " must be on ",
+                    input.device(), " as ", of, " is, got ", scale.device());
+  const at::ScalarType dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_TYPE(scale.scalar_type() == dtype, name, ": ", argument, " must be ",
+                   dtype_name(dtype), " for ", of, " of ", dtype_name(input.scalar_type()),
+                   ", got ", dtype_name(scale.scalar_type()));
 }
 
 void check_groups(const char* name, const char* argument, const c10::SymInt& groups,
@@ -234,7 +274,8 @@ void check_exponents(const char* name, const char* argument, const at::Tensor& s
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  register_shared_kernel<"foo::linear_int8", &linear_int8>(library);
+  register_shared_kernel<"foo::linear_int8", &linear_8bit<&check_linear_int8>>(library);
+  register_shared_kernel<"foo::linear_fp8", &linear_8bit<&check_linear_fp8>>(library);
   register_shared_kernel<"foo::linear_int4", &linear_int4>(library);
   register_shared_kernel<"foo::linear_mxfp4", &linear_mxfp4>(library);
 }

@@ -1,6 +1,6 @@
-// foo::linear_int8, foo::linear_int4 and foo::linear_mxfp4: their checks, which fake kernels share,
-// and their kernels' parameters. tests/project/test_agreement.py compares the struct with
-// foo_ops/kernels/linear.
+// foo::linear_int8, foo::linear_fp8, foo::linear_int4 and foo::linear_mxfp4: their checks, which
+// fake kernels share, and their kernels' parameters. tests/project/test_agreement.py compares the
+// struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -16,9 +16,10 @@
 
 namespace foo {
 
-// A product whose right matrix has integers: 8 bits with a scale per column or per group of steps,
-// or 4 bits, two in a byte, with scale and zero per group; or numbers of 4 bits, whose scale is the
-// exponent of a group. Strides are in elements; a column's groups are adjacent.
+// A product whose right matrix has integers or floating-point numbers of 8 bits, with a scale per
+// column or per group of steps; or integers of 4 bits, two in a byte, with scale and zero per
+// group; or numbers of 4 bits, whose scale is the exponent of a group. Strides are in elements; a
+// column's groups are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
@@ -43,7 +44,8 @@ inline const Product& matrices_of(const QuantizedProduct& product) {
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 
-// Weights of 8 bits, of 4 bits if there are zeros, or MXFP4 if scales are exponents: of one matrix,
+// Integers of 8 bits, or of 4 bits if there are zeros; MXFP4 if scales are exponents, and otherwise
+// float8_e4m3fn if weights are bytes without sign: of one matrix,
 // or of one for each group of rows. The steps of a column are adjacent, and so are its groups; the
 // group size is 0 if a column has one scale.
 struct QuantizedWeights {
@@ -52,6 +54,9 @@ struct QuantizedWeights {
   int64_t group_size;
 
   bool has_groups() const { return group_size != 0; }
+  bool are_fp8() const {
+    return weight.scalar_type() == at::kByte && !zero.has_value() && !are_mxfp4();
+  }
   bool are_mxfp4() const { return is_exponent(scale); }
   static bool is_exponent(const at::Tensor& scale) { return scale.scalar_type() == at::kByte; }
 };
@@ -64,7 +69,7 @@ QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tens
                                         const std::optional<at::Tensor>& zero, int64_t group_size);
 
 // Returns the number of steps that share a scale of 8-bit integers, or 0 for one scale per column.
-int64_t int8_group_size(const at::Tensor& weight, const at::Tensor& scale);
+int64_t group_size_of_bytes(const at::Tensor& weight, const at::Tensor& scale);
 
 // Returns the call that multiplies by weights of integers, those of one group if they are of
 // several; cut into at least `least` blocks.
@@ -75,6 +80,10 @@ ProductCall<QuantizedProduct> quantized_call(const Product& product,
 // Checks that groups are of 32, 64 or 128 steps; `of` says whose steps.
 void check_groups(const char* name, const char* argument, const c10::SymInt& groups,
                   const c10::SymInt& steps, const std::string& of);
+
+// Checks the device and dtype of scales of the compute type, which float8_e4m3fn has.
+void check_wide_scale(const char* name, const char* argument, const at::Tensor& scale,
+                      const char* of, const at::Tensor& input);
 
 // Checks the shape, device and dtype of E8M0 scales.
 void check_exponents(const char* name, const char* argument, const at::Tensor& scale,
@@ -87,6 +96,9 @@ void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const 
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const std::optional<at::Tensor>& bias,
                        int64_t group_size);
+// Weights are codes of float8_e4m3fn; scales are of the compute type.
+void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                      const std::optional<at::Tensor>& bias);
 void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                         const std::optional<at::Tensor>& bias);
 
