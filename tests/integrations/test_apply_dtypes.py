@@ -11,6 +11,9 @@ from support.transformer_models import GROUPED, VOCABULARY, decoder, tokens
 from support.transformer_models import build as build_model
 from torch import nn
 from transformers import DynamicCache
+from transformers.models.bert.modeling_bert import BertSelfOutput
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -20,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
 )
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -42,12 +46,19 @@ SIZES = {
     "attn_implementation": "eager",
 }
 LLAMA = transformers.LlamaConfig(**SIZES)
+BERT = transformers.BertConfig(hidden_size=WIDTH, num_attention_heads=8, intermediate_size=48)
 MODULES = {
     "llama norm": lambda: LlamaRMSNorm(WIDTH),
     "gemma norm": lambda: GemmaRMSNorm(WIDTH),
     "t5 norm": lambda: T5LayerNorm(WIDTH),
     "gpt-oss norm": lambda: GptOssRMSNorm(WIDTH),
     "torch norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+    "torch layer norm": lambda: nn.LayerNorm(WIDTH),
+    "layer norm without bias": lambda: nn.LayerNorm(WIDTH, eps=1e-12, bias=False),
+    "cohere norm": lambda: CohereLayerNorm(WIDTH),
+    "deberta norm": lambda: DebertaLayerNorm(WIDTH),
+    "nemotron norm": lambda: NemotronLayerNorm1P(WIDTH),
+    "bert output": lambda: BertSelfOutput(BERT),
     "linear": lambda: nn.Linear(WIDTH, 48),
     "linear without bias": lambda: nn.Linear(WIDTH, 48, bias=False),
     "conv1d": lambda: Conv1D(48, WIDTH),
@@ -81,6 +92,8 @@ def converted(module, mix):
 
 def call(module, input, tables, autocast=None):
     options = {}
+    if isinstance(module, BertSelfOutput):
+        options = {"input_tensor": input.flip(0)}
     if isinstance(getattr(module, "self_attn", None), nn.Module):
         options = {"position_embeddings": tuple(tables)}
     enabled = autocast is not None

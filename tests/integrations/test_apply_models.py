@@ -53,6 +53,7 @@ COUNTS = {
     "Phi3": (5, 2, 2, 9),
     "GPT2": (0, 0, 0, 9),
 }
+LAYER_NORMS = {"Cohere": 3, "Phi": 3, "GPT2": 5}
 
 
 def applied(model, **options):
@@ -64,6 +65,7 @@ def test_known_modules(name):
     counts = replaced(applied(decoder(name)))
     kinds = ("rms_norm", "rotary_embedding", "mlp", "linear")
     assert tuple(counts.get(kind, 0) for kind in kinds) == COUNTS[name]
+    assert counts.get("layer_norm", 0) == LAYER_NORMS.get(name, 0)
     assert counts["attention"] == 2
     assert counts["loss"] == counts["fused_loss"] == 1
     assert counts["cache"] >= 1

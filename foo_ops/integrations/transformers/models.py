@@ -25,7 +25,7 @@ from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
-from foo_ops.integrations.transformers.norms import LAYERS, NORMS
+from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
@@ -45,17 +45,22 @@ from foo_ops.integrations.transformers.replacement import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
-REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
-    **dict.fromkeys(ATTENTION_LAYERS, frozenset({"attention", "rotary_embedding"})),
-    FooRotaryFooAttention: frozenset({"attention", "rotary_embedding"}),
-    FooAttention: frozenset({"attention"}),
-    FooRotaryAttention: frozenset({"rotary_embedding"}),
-    **dict.fromkeys((*NORMS, *LAYERS), frozenset({"rms_norm"})),
-    **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
-    FooExperts: frozenset({"experts"}),
-    **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
+REPLACEMENTS: dict[type[Replacement], tuple[set[str], ...]] = {
+    **dict.fromkeys(ATTENTION_LAYERS, ({"attention", "rotary_embedding"},)),
+    FooRotaryFooAttention: ({"attention", "rotary_embedding"},),
+    FooAttention: ({"attention"},),
+    FooRotaryAttention: ({"rotary_embedding"},),
+    **dict.fromkeys(NORMS, ({"rms_norm"},)),
+    **dict.fromkeys(LAYER_NORMS, ({"layer_norm"},)),
+    **dict.fromkeys(LAYERS, ({"rms_norm"}, {"layer_norm"})),
+    **dict.fromkeys((FooGatedMLP, FooPackedMLP), ({"mlp"},)),
+    FooExperts: ({"experts"},),
+    **dict.fromkeys((FooLinear, FooConv1D), ({"linear"},)),
 }
-"""Arguments of `apply` that allow each replacement; a module gets the first that fits."""
+"""Arguments of `apply` that allow each replacement, one set of them or another.
+
+A module gets the first replacement that fits.
+"""
 
 KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
@@ -66,6 +71,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "linear": (FooLinear, FooConv1D),
     "quantize": (Quantized,),
     "fused_loss": (FooLanguageModel,),
+    "layer_norm": LAYER_NORMS,
 }
 """The classes that `replaced` counts."""
 
@@ -75,6 +81,7 @@ def apply(
     *,
     attention: bool = True,
     rms_norm: bool = True,
+    layer_norm: bool = True,
     rotary_embedding: bool = True,
     mlp: bool = True,
     experts: bool = True,
@@ -101,6 +108,8 @@ def apply(
             function.
         rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where a
             layer adds the residual first.
+        layer_norm: `torch.nn.LayerNorm` and others that compute the same are `foo_ops.layer_norm`,
+            and `foo_ops.add_layer_norm` where a layer adds the residual first.
         rotary_embedding: attention layers rotate query and key with `foo_ops.rotary_embedding`.
         mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
         experts: the experts of mixtures are `foo_ops.moe_experts`, or two `foo_ops.grouped_linear`
@@ -142,6 +151,7 @@ def apply(
     flags = {
         "attention": attention,
         "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
         "rotary_embedding": rotary_embedding,
         "mlp": mlp,
         "experts": experts,
@@ -175,8 +185,8 @@ def change(module: nn.Module, allowed: Iterable[str]) -> None:
         allowed = {*allowed, *has}
     elif isinstance(module, Replacement):
         return
-    for replacement, needs in REPLACEMENTS.items():
-        if needs <= set(allowed) and replacement.recognises(module):
+    for replacement, alternatives in REPLACEMENTS.items():
+        if any(needs <= set(allowed) for needs in alternatives) and replacement.recognises(module):
             replace(module, replacement)
             return
 
@@ -218,7 +228,7 @@ def replaced(model: nn.Module) -> dict[str, int]:
     Counts of 0 are left out. `left_alone` says which modules stayed, and why.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> replaced(foo_ops.integrations.transformers.apply(model))
         {'linear': 1}
     """
@@ -253,9 +263,9 @@ def left_alone(model: nn.Module) -> dict[str, str]:
     has no operator, such as embeddings and convolutions, are not listed.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> left_alone(foo_ops.integrations.transformers.apply(model))
-        {'1': 'foo_ops has no operator for LayerNorm'}
+        {'1': 'foo_ops has no operator for BatchNorm1d'}
     """
     reasons = {name: reason_of(module) for name, module in model.named_modules()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -309,9 +319,12 @@ def reason_of_linear(module: Any) -> str:
 
 def reason_of_norm(module: nn.Module) -> str:
     name = type(module).__name__
-    if type(module).__module__.startswith("torch."):
+    if type(module).__module__.startswith("torch.") and not isinstance(
+        module, (nn.LayerNorm, nn.RMSNorm)
+    ):
         return f"foo_ops has no operator for {name}"
-    return asked_or(module, NORMS, f"{name} does not compute what foo::rms_norm does")
+    known = "foo::layer_norm" if "LayerNorm" in name else "foo::rms_norm"
+    return asked_or(module, (*NORMS, *LAYER_NORMS), f"{name} does not compute what {known} does")
 
 
 def reason_of_attention(module: Any) -> str:

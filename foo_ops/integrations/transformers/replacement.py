@@ -240,7 +240,7 @@ def has_hooks(module: Any) -> bool:
 
 def stand_in(
     module: nn.Module,
-    parameters: Mapping[str, Tensor] | None = None,
+    parameters: Mapping[str, Tensor | None] | None = None,
     modules: Mapping[str, Callable[..., Any]] | None = None,
 ) -> nn.Module:
     """Return a module of the same class and attributes, with other parameters, in training mode."""
