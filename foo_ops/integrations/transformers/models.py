@@ -23,7 +23,7 @@ from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
-from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
+from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
@@ -54,6 +54,7 @@ REPLACEMENTS: dict[type[Replacement], tuple[set[str], ...]] = {
     **dict.fromkeys(LAYER_NORMS, ({"layer_norm"},)),
     **dict.fromkeys(LAYERS, ({"rms_norm"}, {"layer_norm"})),
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), ({"mlp"},)),
+    FooActivatedMLP: ({"mlp", "linear"},),
     FooExperts: ({"experts"},),
     **dict.fromkeys((FooLinear, FooConv1D), ({"linear"},)),
 }
@@ -66,7 +67,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
     "rms_norm": NORMS,
     "rotary_embedding": (FooRotaryAttention,),
-    "mlp": (FooGatedMLP, FooPackedMLP),
+    "mlp": (FooGatedMLP, FooPackedMLP, FooActivatedMLP),
     "experts": (FooExperts,),
     "linear": (FooLinear, FooConv1D),
     "quantize": (Quantized,),
@@ -111,7 +112,8 @@ def apply(
         layer_norm: `torch.nn.LayerNorm` and others that compute the same are `foo_ops.layer_norm`,
             and `foo_ops.add_layer_norm` where a layer adds the residual first.
         rotary_embedding: attention layers rotate query and key with `foo_ops.rotary_embedding`.
-        mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
+        mlp: the gates of SwiGLUs are `foo_ops.silu_mul`. Linear layers with a GELU, ReLU or silu
+            behind them are `foo_ops.linear` with that activation, if ``linear`` is on.
         experts: the experts of mixtures are `foo_ops.moe_experts`, or two `foo_ops.grouped_linear`
             around a gate that it does not know.
         linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
@@ -284,8 +286,8 @@ def reason_of(module: nn.Module) -> str | None:
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None
     if "MLP" in name and not holds(module, "MLP") and not holds(module, "Experts"):
-        known = (FooGatedMLP, FooPackedMLP)
-        return asked_or(module, known, "it does not compute down(silu(gate(x)) * up(x))")
+        known = (FooGatedMLP, FooPackedMLP, FooActivatedMLP)
+        return asked_or(module, known, "it computes no MLP that foo_ops knows")
     return None
 
 

@@ -46,6 +46,10 @@ class Replacement:
         return {}
 
     @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        """Add attributes that only this forward needs, to a module that it recognises."""
+
+    @classmethod
     def forget(cls, module: nn.Module) -> None:
         """Remove attributes that only this forward needs."""
 
@@ -111,6 +115,7 @@ def new(replacement: Any, original: Any) -> Any:
 
 def replace(module: Any, replacement: Any) -> None:
     original: Any = type(module)
+    replacement.prepare(module)
     module.__class__ = subclass(replacement, original)
 
 
