@@ -165,6 +165,11 @@ class Twice(BertIntermediate):
         return 2 * super().forward(hidden_states)
 
 
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
 class Skip(GPT2MLP):
     def forward(self, hidden_states):
         return super().forward(hidden_states) + hidden_states
@@ -180,4 +185,7 @@ def test_other_activations_stay(activation):
 def test_other_forms_stay():
     config = transformers.BertConfig(**BERT)
     assert replaced(apply(Twice(config))) == {"linear": 1}
+    other = bert()
+    other.dense = Scaled(WIDTH, 24)
+    assert replaced(apply(other)) == {}
     assert replaced(apply(Skip(24, transformers.GPT2Config(n_embd=WIDTH)))) == {"linear": 2}

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from foo_ops.integrations.transformers.linear import lone_parameters, lone_weight
+from foo_ops.integrations.transformers.linear import (
+    FooConv1D,
+    FooLinear,
+    lone_parameters,
+    lone_weight,
+)
 from foo_ops.integrations.transformers.quantized import FooJoined, products
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -20,6 +25,7 @@ from foo_ops.integrations.transformers.replacement import (
     has_hooks,
     has_own_forward,
     is_near,
+    is_replaced,
     is_taken,
     stand_in,
 )
@@ -179,7 +185,7 @@ class TrialLayer:
 def forms_of(module: nn.Module) -> Iterator[Form]:
     """Yield the forms that a module with these parts may have."""
     parts = {name: it for name, it in module._modules.items() if it is not None}
-    linears = [name for name, it in parts.items() if isinstance(it, (nn.Linear, Conv1D))]
+    linears = [name for name, it in parts.items() if is_linear(it)]
     dropouts = [name for name, it in parts.items() if isinstance(it, nn.Dropout)]
     acts = parts.keys() - {*linears, *dropouts}
     if module._parameters or module._buffers or len(acts) != 1 or len(dropouts) > 1:
@@ -194,6 +200,13 @@ def forms_of(module: nn.Module) -> Iterator[Form]:
     for layers in permutations(linears):
         for drops_last in (True, False) if dropout else (True,):
             yield Form(layers, act, function, dropout, drops_last)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `apply` replaces a module by foo::linear, or has done so."""
+    if is_replaced(module):
+        return isinstance(module, (nn.Linear, Conv1D))
+    return FooLinear.recognises(module) or FooConv1D.recognises(module)
 
 
 def takes_one(module: nn.Module) -> bool:
