@@ -26,6 +26,7 @@ from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use
 from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
+from foo_ops.integrations.transformers.packing import FooEncoder
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
@@ -56,6 +57,7 @@ REPLACEMENTS: dict[type[Replacement], tuple[set[str], ...]] = {
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), ({"mlp"},)),
     FooActivatedMLP: ({"mlp", "linear"},),
     FooExperts: ({"experts"},),
+    FooEncoder: ({"packing", "attention"},),
     **dict.fromkeys((FooLinear, FooConv1D), ({"linear"},)),
 }
 """Arguments of `apply` that allow each replacement, one set of them or another.
@@ -73,6 +75,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "quantize": (Quantized,),
     "fused_loss": (FooLanguageModel,),
     "layer_norm": LAYER_NORMS,
+    "packing": (FooEncoder,),
 }
 """The classes that `replaced` counts."""
 
@@ -90,6 +93,7 @@ def apply(
     loss: bool = True,
     fused_loss: bool = True,
     cache: bool | int = True,
+    packing: bool = True,
     quantize: int | None = None,
 ) -> Model:
     """Let a model compute with foo's operators, and return it.
@@ -125,6 +129,10 @@ def apply(
         cache: caches passed to the model are written in place (`in_place_cache`). With 8, those
             that grow have 8 bits, half the bytes of bfloat16, for decoding long texts. Attention
             that is not foo's then receives dequantized values, and is slower.
+        packing: encoders whose attention is ours compute no padding behind the sequences of a
+            batch: the tokens of all of them are one row, by `foo_ops.attention_varlen`. Hidden
+            states of padding are zeros then. Calls that need more of an encoder (hidden states of
+            all layers, other masks, training) are computed with padding.
         quantize: 8 or 4: linear layers and experts keep a copy of their weights in 8 or 4 bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
             in training. This is for decoding, whose time is that of reading weights. The weights
@@ -158,6 +166,7 @@ def apply(
         "mlp": mlp,
         "experts": experts,
         "linear": linear,
+        "packing": packing,
     }
     allowed = {name for name, flag in flags.items() if flag}
     for module in model.modules():
@@ -167,6 +176,8 @@ def apply(
     for module in model.modules():
         if isinstance(module, FooJoined):
             module.join()
+        if isinstance(module, FooEncoder) and not module.is_safe():
+            put_back(module)
     for part in pretrained(model):
         if loss:
             use_foo_loss(part)
