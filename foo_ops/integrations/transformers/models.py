@@ -26,7 +26,7 @@ from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use
 from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
-from foo_ops.integrations.transformers.packing import FooEncoder
+from foo_ops.integrations.transformers.packed_sequences import FooEncoder
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (

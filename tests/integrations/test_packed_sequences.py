@@ -232,7 +232,7 @@ def test_quantised_layers(packed):
 
 
 @pytest.mark.parametrize("off", ["packing", "attention"])
-def test_packing_needs_both(off):
+def test_packed_sequences_needs_both(off):
     assert "packing" not in replaced(apply(build("bert"), **{off: False}))
 
 
