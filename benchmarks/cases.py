@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     attention,
     device,
+    encoders,
     examples,
     experts,
     flex,
@@ -79,6 +80,7 @@ class Sizes:
     experts: tuple[int, ...] = experts.TOKENS
     flex: int = 2048
     model: models.Size = models.DEFAULT
+    encoder: encoders.Size = encoders.DEFAULT
 
 
 DEFAULT = Sizes()
@@ -97,6 +99,7 @@ QUICK = Sizes(
     experts=(1, 8),
     flex=256,
     model=models.QUICK,
+    encoder=encoders.QUICK,
 )
 
 
@@ -127,6 +130,7 @@ def cases(
         *flex.cases(sizes.flex, FEW_DTYPES),
         *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
         *(it for count in single for it in models.cases(sizes.model, count)),
+        *(it for count in single for it in encoders.cases(sizes.encoder, count)),
         # Last: it computes gradients in a thread of foo, whose OpenMP workers stay. With more
         # threads than processors OpenMP does not spin, and calls that take 160 us on two threads
         # take 250 from then on.

@@ -35,10 +35,11 @@ def _lines_of_code(tokens: list[tokenize.TokenInfo]) -> Iterator[int]:
 
 def report() -> str:
     """Report the lines of the one-file operators: elementwise ones and those of models."""
-    names = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
+    names = dict.fromkeys(name.removeprefix("add_") for name in OPERATORS)
     files = {it: inspect.getfile(getattr(foo_ops.ops, it)) for it in ("abs", *names)}
     counts = [f"{name} {count(Path(file))}" for name, file in files.items()]
     return (
-        "Lines of code, without comments and docstrings (add_rms_norm is part of rms_norm): "
+        "Lines of code, without comments and docstrings (add_rms_norm is part of rms_norm, "
+        "add_layer_norm of layer_norm): "
         f"{', '.join(counts)}."
     )

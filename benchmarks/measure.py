@@ -103,7 +103,7 @@ class Case:
         workload: the workload of attention, in its rows.
         repeat: multiplies the rounds, and lets no contender leave early: for calls that fill a turn
             each, where a few percent count.
-        least: the target for our speed relative to the only peer, if there is one.
+        least: the target for our speed relative to the best peer, if there is one.
         headline: whether the README shows these rows.
     """
 

@@ -57,9 +57,19 @@ def loss_of(function: Function) -> Function:
     return loss
 
 
-def like_input(rows: int, width: int, *, count: int, has_weight: bool = False) -> Shapes:
-    shapes = [(rows, width)] * count
-    return [*shapes, (width,)] if has_weight else shapes
+def layer_norm(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(input, weight.shape, weight, bias)
+
+
+def add_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = input + residual
+    return layer_norm(total, weight, bias), total
+
+
+def like_input(rows: int, width: int, *, count: int, weights: int = 0) -> Shapes:
+    return [(rows, width)] * count + [(width,)] * weights
 
 
 def heads_and_tables(rows: int, width: int) -> Shapes:
@@ -72,14 +82,24 @@ OPERATORS = {
     "rms_norm": Operator(
         foo_ops.rms_norm,
         PYTORCH.rms_norm,
-        partial(like_input, count=1, has_weight=True),
+        partial(like_input, count=1, weights=1),
         (2, 3),
         4096,
     ),
     "add_rms_norm": Operator(
         foo_ops.add_rms_norm,
         PYTORCH.add_rms_norm,
-        partial(like_input, count=2, has_weight=True),
+        partial(like_input, count=2, weights=1),
+        (4, 4),
+        4096,
+    ),
+    "layer_norm": Operator(
+        foo_ops.layer_norm, layer_norm, partial(like_input, count=1, weights=2), (2, 3), 4096
+    ),
+    "add_layer_norm": Operator(
+        foo_ops.add_layer_norm,
+        add_layer_norm,
+        partial(like_input, count=2, weights=2),
         (4, 4),
         4096,
     ),

@@ -11,6 +11,7 @@ from rich.table import Table
 from benchmarks import (
     code_lines,
     device,
+    encoders,
     experts,
     flex,
     linear,
@@ -90,6 +91,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return linear_table(content, results, SECTIONS[section].unit, ("torch",))
     if section in quantized_linear.SECTIONS:
         return linear_table(content, results, SECTIONS[section].unit, quantized_linear.PEERS)
+    if section == encoders.SECTION:
+        return target_table(content, results, SECTIONS[section].unit)
     if section == flex.SECTION:
         return peer_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
@@ -132,6 +135,18 @@ def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
         ]
         rows.append([result.name, str(result.threads), *medians, *compared])
     return rows
+
+
+def target_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+    """Return rows with all peers, and the target relative to the best of them."""
+    header, *rows = comparison_table(results, unit)
+    for row, result in zip(rows, results):
+        if not result.peers():
+            row += [number(result.least or 0.0), NONE]
+            continue
+        it = peer_requirement(result)
+        row += [number(it.least), judgement(content, result, it.shortfall() or "reached")]
+    return [[*header, "target", "verdict"], *rows]
 
 
 def _with_option(ours: str, peer: str, others: Sequence[str]) -> str:

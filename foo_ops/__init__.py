@@ -15,6 +15,7 @@ autoload()
 # foo_ops.ops is imported when one of these is looked up.
 __all__ = [
     "abs",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "attention_int8_cache",
@@ -25,6 +26,7 @@ __all__ = [
     "flex_attention",
     "flex_attention_varlen",
     "grouped_linear",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_fp8",

@@ -8,6 +8,8 @@ foo_ops.ops.abs; abs.out(Tensor input, *, Tensor(a!) out) -> Tensor(a!); pt2_com
 foo_ops.ops.abs; abs_(Tensor(a!) input) -> Tensor(a!); pt2_compliant_tag inplace
 ; abs_backward(Tensor grad0, Tensor input) -> Tensor; pt2_compliant_tag
 ; abs_backward_backward(Tensor grad_grad0, Tensor grad0, Tensor input) -> (Tensor, Tensor); pt2_compliant_tag
+foo_ops.ops.layer_norm; add_layer_norm(Tensor input, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> (Tensor output, Tensor sum); pt2_compliant_tag
+foo_ops.ops.layer_norm; add_layer_norm_backward(Tensor grad_output, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor? bias, *, float eps) -> (Tensor grad_input_and_residual, Tensor grad_weight, Tensor grad_bias); pt2_compliant_tag
 foo_ops.ops.rms_norm; add_rms_norm(Tensor input, Tensor residual, Tensor? weight=None, *, float eps=1e-6) -> (Tensor output, Tensor sum); pt2_compliant_tag
 foo_ops.ops.rms_norm; add_rms_norm_backward(Tensor grad_output, Tensor grad_sum, Tensor sum, Tensor? weight, *, float eps) -> (Tensor grad_input_and_residual, Tensor grad_weight); pt2_compliant_tag
 foo_ops.ops.attention.dense; attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, *, bool is_causal=False, float? scale=None, float dropout_p=0.0, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0) -> (Tensor output, Tensor logsumexp); pt2_compliant_tag nondeterministic_seeded
@@ -26,6 +28,8 @@ foo_ops.ops.flex_attention.varlen; flex_attention_varlen(Tensor query, Tensor ke
 foo_ops.ops.flex_attention.varlen; flex_attention_varlen_backward(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, Tensor[] captured, Tensor output, Tensor logsumexp, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k=None, Tensor? block_table=None, *, bool[] captured_requires_grad, SymInt max_seqlen_q, SymInt max_seqlen_k, str score_mod="", str mask_mod="", str backward="", float[] numbers=[], int[] integers=[], float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_captured); pt2_compliant_tag
 foo_ops.ops.experts.grouped_linear; grouped_linear(Tensor input, Tensor weight, Tensor offsets, Tensor? bias=None) -> Tensor; pt2_compliant_tag
 foo_ops.ops.experts.grouped_linear; grouped_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor offsets, *, bool input_requires_grad=True, bool weight_requires_grad=True, bool bias_requires_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias); pt2_compliant_tag
+foo_ops.ops.layer_norm; layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> Tensor; pt2_compliant_tag
+foo_ops.ops.layer_norm; layer_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, *, float eps) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias); pt2_compliant_tag
 foo_ops.ops.linear; linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor; pt2_compliant_tag
 foo_ops.ops.linear; linear_activation(Tensor input, Tensor weight, Tensor? bias=None, *, str activation) -> Tensor; pt2_compliant_tag
 foo_ops.ops.linear; linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, *, bool input_requires_grad=True, bool weight_requires_grad=True, bool bias_requires_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias); pt2_compliant_tag

@@ -16,6 +16,7 @@ from foo_ops.ops.experts.mixture import moe_experts
 from foo_ops.ops.experts.quantized import moe_experts_quantized
 from foo_ops.ops.flex_attention.dense import flex_attention
 from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
+from foo_ops.ops.layer_norm import add_layer_norm, layer_norm
 from foo_ops.ops.linear import linear, linear_silu_mul
 from foo_ops.ops.linear_fp8 import linear_fp8
 from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4, linear_mxfp4, quantize_mxfp4
@@ -31,6 +32,7 @@ from foo_ops.ops.silu_mul import silu_mul
 
 __all__ = [
     "abs",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "attention_int8_cache",
@@ -41,6 +43,7 @@ __all__ = [
     "flex_attention",
     "flex_attention_varlen",
     "grouped_linear",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_fp8",

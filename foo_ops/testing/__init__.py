@@ -32,7 +32,9 @@ from foo_ops.testing.specs.elementwise import (
     ABS,
     ABS_IN_PLACE,
     ABS_OUT,
+    ADD_LAYER_NORM,
     ADD_RMS_NORM,
+    LAYER_NORM,
     RMS_NORM,
     ROTARY_EMBEDDING,
     ROTARY_EMBEDDING_IN_PLACE,
@@ -52,6 +54,7 @@ from foo_ops.testing.specs.linear import (
 
 __all__ = [
     "ABS",
+    "ADD_LAYER_NORM",
     "ADD_RMS_NORM",
     "ATTENTION",
     "ATTENTION_INT8_CACHE",
@@ -61,6 +64,7 @@ __all__ = [
     "FLEX_ATTENTION",
     "FLEX_ATTENTION_VARLEN",
     "GROUPED_LINEAR",
+    "LAYER_NORM",
     "LAYOUTS",
     "LINEAR",
     "LINEAR_ACTIVATION",
@@ -99,6 +103,7 @@ OPERATORS = (
     LINEAR_MXFP4,
     *(GROUPED_LINEAR, MOE_EXPERTS),
     LINEAR_CROSS_ENTROPY,
-    *(RMS_NORM, ADD_RMS_NORM, SILU_MUL, SOFTMAX_CROSS_ENTROPY),
+    *(LAYER_NORM, ADD_LAYER_NORM, RMS_NORM, ADD_RMS_NORM),
+    *(SILU_MUL, SOFTMAX_CROSS_ENTROPY),
     *(ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE),
 )

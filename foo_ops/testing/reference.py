@@ -34,6 +34,29 @@ def add_rms_norm(
     return rms_norm(total, weight, eps=eps), total
 
 
+def layer_norm(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Subtract the mean of rows, divide by their standard deviation, apply weight and bias."""
+    centred = input - input.mean(-1, keepdim=True)
+    output = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    output = output if weight is None else output * weight
+    return output if bias is None else output + bias
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum."""
+    total = input + residual
+    return layer_norm(total, weight, bias, eps=eps), total
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply rows by a matrix, and add a bias."""
     output = torch.einsum("...k,nk->...n", input, weight)

@@ -264,7 +264,9 @@ def test_lines_of_code(tmp_path):
         "    return math.sin(  # 5\n\n        x,  # 6\n    )  # 7\n"
     )
     assert code_lines.count(file) == 7
-    assert re.search(r": abs \d+, rms_norm \d+, silu_mul \d+, ", code_lines.report())
+    assert re.search(
+        r": abs \d+, rms_norm \d+, layer_norm \d+, silu_mul \d+, ", code_lines.report()
+    )
 
 
 def test_tally_counts_verdicts():

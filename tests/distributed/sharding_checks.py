@@ -95,6 +95,8 @@ def rows():
         "rms_norm without weight": (foo_ops.rms_norm, [randn(5, 8)]),
         "add_rms_norm": (foo_ops.add_rms_norm, [randn(4, 6, 8), randn(4, 6, 8), randn(8)]),
         "rms_norm of many rows": (foo_ops.rms_norm, [randn(150, 3), randn(3)]),
+        "layer_norm": (foo_ops.layer_norm, [randn(4, 6, 8), randn(8), randn(8)]),
+        "add_layer_norm": (foo_ops.add_layer_norm, [randn(5, 8), randn(5, 8), randn(8)]),
         "rotary_embedding": (foo_ops.rotary_embedding, [randn(4, 2, 6, 4), *tables]),
         "rotary_embedding of rows": (
             foo_ops.rotary_embedding,

@@ -10,8 +10,10 @@ import transformers
 from support.transformer_models import GROUPED, build, decoder, tokens
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from foo_ops.integrations.transformers import apply, replaced, restore
@@ -224,11 +226,6 @@ class EpsOutsideRMSNorm(LlamaRMSNorm):
         return self.weight * hidden_states / (norm + self.variance_epsilon)
 
 
-class CentredRMSNorm(LlamaRMSNorm):
-    def forward(self, hidden_states):
-        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
-
-
 class GatedRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states, gate=None):
         return super().forward(hidden_states)
@@ -248,15 +245,35 @@ class FlooredRMSNorm(LlamaRMSNorm):
         return super().forward(hidden_states).clamp(max=1)
 
 
+class SampleLayerNorm(nn.LayerNorm):
+    """Divides by one less than the number of elements."""
+
+    def forward(self, input):
+        variance, mean = torch.var_mean(input, -1, keepdim=True)
+        return (input - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+
+
+class BiasFirstLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return nn.functional.layer_norm(input + self.bias, input.shape[-1:], self.weight)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input.float())
+
+
 OTHER_NORMS = [
     HalvedRMSNorm,
     EpsOutsideRMSNorm,
-    CentredRMSNorm,
     GatedRMSNorm,
     BiasedRMSNorm,
     FlooredRMSNorm,
-    CohereLayerNorm,
-    nn.LayerNorm,
+    SampleLayerNorm,
+    BiasFirstLayerNorm,
+    WideLayerNorm,
+    lambda size: nn.LayerNorm((2, size)),
+    lambda size: nn.LayerNorm(size, elementwise_affine=False),
 ]
 
 
@@ -265,14 +282,19 @@ def test_other_norms_stay(norm):
     assert replaced(apply(norm(32))) == {}
 
 
-@pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm])
+NORMS = dict.fromkeys([LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm], "rms_norm")
+NORMS |= dict.fromkeys([nn.LayerNorm, CohereLayerNorm, DebertaLayerNorm], "layer_norm")
+NORMS[NemotronLayerNorm1P] = "layer_norm"
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_norms_are_known_on_any_weights(norm):
     """Also where all weights are 0 or 1, as in new models, and on other devices."""
     for weight in (0.0, 1.0):
         for device in ("cpu", "foo", "meta"):
             module = norm(32).to(device)
             nn.init.constant_(module.weight, weight)
-            assert replaced(apply(module)) == {"rms_norm": 1}
+            assert replaced(apply(module)) == {NORMS[norm]: 1}
 
 
 def llama_mlp(forward=None, activation="silu", **attributes):
@@ -288,10 +310,6 @@ def bounded(self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x))
 
 
-def exchanged(self, x):
-    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
 def dropped(self, x):
     return nn.functional.dropout(LlamaMLP.forward(self, x), 0.5, self.training)
 
@@ -299,14 +317,14 @@ def dropped(self, x):
 @pytest.mark.parametrize(
     "mlp",
     [
-        llama_mlp(activation="gelu"),
+        llama_mlp(activation="quick_gelu"),
+        llama_mlp(activation="gelu_10"),
         llama_mlp(bounded),
-        llama_mlp(exchanged),
         llama_mlp(dropped),
         llama_mlp(norm=nn.Identity()),
         llama_mlp(scale=nn.Parameter(torch.ones(1))),
     ],
-    ids=["gelu", "bounded", "exchanged", "dropout", "another layer", "a parameter"],
+    ids=["quick", "clipped", "bounded", "dropout", "another layer", "a parameter"],
 )
 def test_other_mlps_stay(mlp):
     assert replaced(apply(mlp)) == {"linear": 3}

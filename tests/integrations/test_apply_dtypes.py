@@ -11,8 +11,12 @@ from support.transformer_models import GROUPED, VOCABULARY, decoder, tokens
 from support.transformer_models import build as build_model
 from torch import nn
 from transformers import DynamicCache
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.bert.modeling_bert import BertIntermediate, BertSelfOutput
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -20,9 +24,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
 )
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense, T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from foo_ops.integrations.transformers import apply, replaced
@@ -41,16 +46,28 @@ SIZES = {
     "num_attention_heads": 8,
     "attn_implementation": "eager",
 }
+T5 = transformers.T5Config(d_model=WIDTH, d_ff=48, feed_forward_proj="gated-gelu")
 LLAMA = transformers.LlamaConfig(**SIZES)
+BERT = transformers.BertConfig(hidden_size=WIDTH, num_attention_heads=8, intermediate_size=48)
 MODULES = {
     "llama norm": lambda: LlamaRMSNorm(WIDTH),
     "gemma norm": lambda: GemmaRMSNorm(WIDTH),
     "t5 norm": lambda: T5LayerNorm(WIDTH),
     "gpt-oss norm": lambda: GptOssRMSNorm(WIDTH),
     "torch norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+    "torch layer norm": lambda: nn.LayerNorm(WIDTH),
+    "layer norm without bias": lambda: nn.LayerNorm(WIDTH, eps=1e-12, bias=False),
+    "cohere norm": lambda: CohereLayerNorm(WIDTH),
+    "deberta norm": lambda: DebertaLayerNorm(WIDTH),
+    "nemotron norm": lambda: NemotronLayerNorm1P(WIDTH),
+    "bert output": lambda: BertSelfOutput(BERT),
     "linear": lambda: nn.Linear(WIDTH, 48),
     "linear without bias": lambda: nn.Linear(WIDTH, 48, bias=False),
     "conv1d": lambda: Conv1D(48, WIDTH),
+    "bert intermediate": lambda: BertIntermediate(BERT),
+    "gpt2 mlp": lambda: GPT2MLP(48, transformers.GPT2Config(n_embd=WIDTH)),
+    "t5 mlp": lambda: T5DenseGatedActDense(T5),
+    "gemma mlp": lambda: GemmaMLP(transformers.GemmaConfig(**SIZES)),
     "llama mlp": lambda: LlamaMLP(LLAMA),
     "phi3 mlp": lambda: Phi3MLP(transformers.Phi3Config(**SIZES)),
     "llama layer": lambda: LlamaDecoderLayer(LLAMA, 0),
@@ -81,6 +98,8 @@ def converted(module, mix):
 
 def call(module, input, tables, autocast=None):
     options = {}
+    if isinstance(module, BertSelfOutput):
+        options = {"input_tensor": input.flip(0)}
     if isinstance(getattr(module, "self_attn", None), nn.Module):
         options = {"position_embeddings": tuple(tables)}
     enabled = autocast is not None

@@ -5,11 +5,15 @@ import copy
 import pytest
 import torch
 import transformers
+from support.exact import assert_near
 from support.transformer_models import GROUPED
+from transformers.models.bert.modeling_bert import BertSelfOutput
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from foo_ops.integrations.transformers import apply
-from foo_ops.integrations.transformers.norms import FooDecoderLayer
+from foo_ops.integrations.transformers import apply, replaced
+from foo_ops.integrations.transformers.norms import FooDecoderLayer, FooPostNormOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,3 +98,67 @@ def test_two_passes_where_one_is_not_enough(change, monkeypatch):
     count, result = sums_of(layer, call, monkeypatch)
     assert count == 0
     assert result.dtype == call[0].dtype
+
+
+# ------------------------------------------------------------------------- ends of BERT's blocks
+
+
+class WithoutResidual(BertSelfOutput):
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)))
+
+
+class WithSumFirst(BertSelfOutput):
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states) + input_tensor))
+
+
+BERT = transformers.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=8)
+
+
+@pytest.mark.parametrize("kind", [WithoutResidual, WithSumFirst])
+def test_other_outputs_stay(kind):
+    assert not isinstance(apply(kind(BERT)), FooPostNormOutput)
+    assert isinstance(apply(BertSelfOutput(BERT)), FooPostNormOutput)
+
+
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_one_pass_for_sum_and_layer_norm(layer_norm, monkeypatch):
+    output, (hidden, residual) = BertSelfOutput(BERT).eval(), torch.randn(2, 3, 5, 16)
+    expected = copy.deepcopy(output).double()(hidden.double(), residual.double())
+    operator, calls = torch.ops.foo.add_layer_norm.default, []
+    operator(hidden, residual)  # the first call looks the operator up
+
+    def spy(*arguments, **keywords):
+        calls.append(arguments)
+        return operator(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.ops.foo.add_layer_norm, "default", spy)
+    found = apply(output, layer_norm=layer_norm)(hidden, residual)
+    assert len(calls) == layer_norm
+    assert replaced(output).get("layer_norm", 0) == layer_norm
+    assert_near(found.detach(), expected.detach())
+
+
+NORMS = (torch.nn.LayerNorm, CohereLayerNorm, NemotronLayerNorm1P)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norms_under_autocast_have_their_own_dtype(norm, dtype, device):
+    """Autocast on foo computes torch's layer norm in float32; on CPUs it leaves it alone."""
+    module, input = norm(16).to(device), torch.randn(3, 16, device=device, dtype=dtype)
+    for parameters in (torch.float32, dtype):
+        own = module.to(parameters)
+        with torch.autocast(device, torch.bfloat16):
+            assert apply(copy.deepcopy(own))(input).dtype == own(input).dtype
+
+
+def test_sums_under_autocast_have_the_dtype_of_their_terms(device):
+    output = BertSelfOutput(BERT).eval().to(device)
+    inputs = torch.randn(2, 3, 5, 16, device=device)
+    ours = apply(copy.deepcopy(output))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
+            results = [it.to(dtype)(*inputs.to(dtype)) for it in (ours, output)]
+        assert results[0].dtype == results[1].dtype

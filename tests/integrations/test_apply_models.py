@@ -38,21 +38,22 @@ CACHED = [
 COUNTS = {
     "llama": (5, 2, 2, 15),
     "mistral: windows": (5, 2, 2, 15),
-    "gemma2: softcap, windows in every second layer": (9, 2, 0, 15),
+    "gemma2: softcap, windows in every second layer": (9, 2, 2, 15),
     "gpt_oss: sinks, windows in every second layer": (5, 2, 0, 9),
     "qwen2_moe: windows that only the mask tells of": (5, 2, 2, 17),
     "llama4: chunks": (5, 0, 2, 15),
-    "Gemma": (5, 2, 0, 15),
-    "Gemma3Text": (13, 2, 0, 15),
+    "Gemma": (5, 2, 2, 15),
+    "Gemma3Text": (13, 2, 2, 15),
     "Qwen2": (5, 2, 2, 15),
     "Qwen3": (9, 2, 2, 15),
     "Mixtral": (5, 2, 0, 9),
     "Cohere": (0, 2, 2, 15),
     "Glm": (5, 2, 2, 13),
-    "Phi": (0, 2, 0, 13),
+    "Phi": (0, 2, 2, 13),
     "Phi3": (5, 2, 2, 9),
-    "GPT2": (0, 0, 0, 9),
+    "GPT2": (0, 0, 2, 9),
 }
+LAYER_NORMS = {"Cohere": 3, "Phi": 3, "GPT2": 5}
 
 
 def applied(model, **options):
@@ -64,6 +65,7 @@ def test_known_modules(name):
     counts = replaced(applied(decoder(name)))
     kinds = ("rms_norm", "rotary_embedding", "mlp", "linear")
     assert tuple(counts.get(kind, 0) for kind in kinds) == COUNTS[name]
+    assert counts.get("layer_norm", 0) == LAYER_NORMS.get(name, 0)
     assert counts["attention"] == 2
     assert counts["loss"] == counts["fused_loss"] == 1
     assert counts["cache"] >= 1

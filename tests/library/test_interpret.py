@@ -46,7 +46,7 @@ def test_same_bits(tmp_path):
             )
 
 
-@pytest.mark.parametrize("operator", ["silu_mul", "rms_norm"])
+@pytest.mark.parametrize("operator", ["silu_mul", "rms_norm", "layer_norm"])
 def test_own_operators_are_within_their_budgets(operator):
     """Values and gradients against float64, in all dtypes, on both devices."""
     samples = "size7 or size1 or size0"

@@ -89,7 +89,7 @@ assert "torch.distributed.tensor" not in sys.modules
 import torch.distributed.tensor as tensor
 known = tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 names = ["abs", "attention_seeded", "attention_varlen_seeded"]
-names += ["rms_norm", "rotary_embedding", "silu_mul"]
+names += ["layer_norm", "rms_norm", "rotary_embedding", "silu_mul"]
 assert all(getattr(torch.ops.foo, name).default in known for name in names)
 foo_ops.library.define("sharding_test::later", "(Tensor a) -> Tensor")
 foo_ops.library.register_kernel(

@@ -50,6 +50,9 @@ def test_rows(device):
     assert count(foo_ops.rms_norm, input, weight) == (4 * 15, 12 * 15)
     assert count(foo_ops.add_rms_norm, input, input.detach()) == (4 * 15, 8 * 15)
     assert count(foo_ops.add_rms_norm, input, input.detach(), weight) == (5 * 15, 13 * 15)
+    assert count(foo_ops.layer_norm, input) == (6 * 15, 13 * 15)
+    assert count(foo_ops.layer_norm, input, weight, weight) == (8 * 15, 17 * 15)
+    assert count(foo_ops.add_layer_norm, input, input.detach()) == (7 * 15, 14 * 15)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -41,6 +41,8 @@ CALLS = {
     "rms_norm": ops.rms_norm.default,
     "rms_norm with a weight": lambda x: foo_ops.rms_norm(x, torch.arange(K).to(x)),
     "add_rms_norm": twice(ops.add_rms_norm.default),
+    "layer_norm": lambda x: foo_ops.layer_norm(x, torch.arange(K).to(x), torch.ones(K).to(x)),
+    "add_layer_norm": twice(ops.add_layer_norm.default),
     "linear": lambda x: foo_ops.linear(x, weights(x.device)[0], torch.arange(N).to(x)),
     "linear_activation": lambda x: foo_ops.linear(x, weights(x.device)[0], activation="silu"),
     "linear_silu_mul": with_weights(ops.linear_silu_mul.default),

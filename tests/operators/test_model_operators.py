@@ -63,6 +63,42 @@ REFUSED = {
         TypeError,
         "add_rms_norm: residual must be float32 as input is, got bfloat16",
     ),
+    "bias of another length": (
+        foo_ops.layer_norm,
+        lambda: (zeros(3, 4), zeros(4), zeros(5)),
+        ValueError,
+        "layer_norm: bias must have shape [4] as input's rows have, got [5]",
+    ),
+    "weight of another length beside a bias": (
+        foo_ops.layer_norm,
+        lambda: (zeros(3, 4), zeros(5), zeros(4)),
+        ValueError,
+        "layer_norm: weight must have shape [4] as input's rows have, got [5]",
+    ),
+    "0-d rows": (
+        foo_ops.layer_norm,
+        lambda: (zeros(),),
+        ValueError,
+        "layer_norm: input must have at least 1 dimension, got 0",
+    ),
+    "integer bias": (
+        foo_ops.layer_norm,
+        lambda: (zeros(3, 4), zeros(4), zeros(4, dtype=torch.int8)),
+        TypeError,
+        "layer_norm: bias must be floating-point, got int8",
+    ),
+    "another residual": (
+        foo_ops.add_layer_norm,
+        lambda: (zeros(3, 4), zeros(4)),
+        ValueError,
+        "add_layer_norm: residual must have shape [3, 4] as input has, got [4]",
+    ),
+    "residual in double precision": (
+        foo_ops.add_layer_norm,
+        lambda: (zeros(3, 4), zeros(3, 4, dtype=torch.float64)),
+        TypeError,
+        "add_layer_norm: residual must be float32 as input is, got float64",
+    ),
     "integer gate": (
         foo_ops.silu_mul,
         lambda: (zeros(3, dtype=torch.int32), zeros(3, dtype=torch.int32)),
@@ -157,6 +193,8 @@ def test_refuses(name, is_fake, device):
 MIXED = {
     "rms_norm": (foo_ops.rms_norm, ((3, 4), (4,)), "weight"),
     "add_rms_norm": (foo_ops.add_rms_norm, ((3, 4), (3, 4)), "residual"),
+    "layer_norm": (foo_ops.layer_norm, ((3, 4), (4,)), "weight"),
+    "add_layer_norm": (foo_ops.add_layer_norm, ((3, 4), (3, 4)), "residual"),
     "rotary_embedding": (foo_ops.rotary_embedding, ((3, 4), (3, 2), (3, 2)), "cosine"),
 }
 
@@ -299,3 +337,55 @@ def test_norm_of_half_precision_with_a_weight_in_float32():
     input, weight = torch.randn(67, dtype=torch.bfloat16), torch.randn(67)
     exact = F.rms_norm(input.double(), (67,), weight.double(), 1e-6)
     assert foo_ops.rms_norm(input, weight).equal(exact.bfloat16())
+
+
+MIXED_NORMS = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("of_input", "of_weight"), MIXED_NORMS, ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layer_norms_have_the_dtype_of_torch(of_input, of_weight, autocast, device):
+    input = torch.randn(3, 67, dtype=of_input, device=device)
+    weight, bias = torch.randn(2, 67, dtype=of_weight, device=device)
+    with torch.autocast(device, enabled=autocast):
+        expected = F.layer_norm(input, (67,), weight, bias)
+        found = foo_ops.layer_norm(input, weight, bias)
+    assert found.dtype == expected.dtype
+    input, weight, bias = (it.cpu().double() for it in (input, weight, bias))
+    assert_near(found, F.layer_norm(input, (67,), weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norms_of_numbers_whose_squares_overflow(dtype):
+    input = (1e30 * torch.randn(3, 67)).to(dtype).requires_grad_()
+    wide, cotangent = input.detach().double().requires_grad_(), torch.randn(3, 67).to(dtype)
+    found, exact = foo_ops.layer_norm(input), F.layer_norm(wide, (67,))
+    gradients = [
+        torch.autograd.grad(output, of, cotangent.to(output))[0]
+        for output, of in ((found, input), (exact, wide))
+    ]
+    assert_near(found.detach(), exact.detach())
+    assert_near(*gradients)
+
+
+def test_layer_norms_of_numbers_that_differ_in_their_last_digits(device):
+    """The mean of a million is rounded to 0.06, a fifth of the standard deviation."""
+    input = 1e6 + 0.3 * torch.randn(5, 1001, device=device)
+    exact = F.layer_norm(input.cpu().double(), (1001,))
+    assert_near(foo_ops.layer_norm(input), exact)
+
+
+def test_layer_norms_of_equal_numbers(device):
+    """A variance is never less than 0, also after the roundings of long sums."""
+    input = torch.linspace(1000, 3000, 10, device=device)[:, None].expand(-1, 100_001)
+    assert foo_ops.layer_norm(input, eps=1e-12).abs().max() < 1e-2
+    with_infinity = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0], [1.0, 3.0]], device=device)
+    found = foo_ops.layer_norm(with_infinity).isnan().all(-1)
+    assert found.tolist() == [True, True, False]

@@ -17,6 +17,8 @@ ROWS = {
     ops.silu_mul.default: ("gate", "up"),
     ops.rms_norm.default: ("input",),
     ops.add_rms_norm.default: ("input", "residual"),
+    ops.layer_norm.default: ("input",),
+    ops.add_layer_norm.default: ("input", "residual"),
     ops.linear.default: ("input",),
     ops.linear_activation.default: ("input",),
     ops.linear_silu_mul.default: ("input",),

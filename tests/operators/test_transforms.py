@@ -99,6 +99,16 @@ OPERATORS = {
         lambda x: sum(foo_ops.add_rms_norm(x, 2 * x)),
         lambda x: root_mean_square(3 * x) + 3 * x,
     ),
+    "layer_norm": (
+        (3, 4),
+        lambda x: foo_ops.layer_norm(x, x[0], x[1]),
+        lambda x: F.layer_norm(x, (4,)) * x[0] + x[1],
+    ),
+    "add_layer_norm": (
+        (3, 4),
+        lambda x: sum(foo_ops.add_layer_norm(x, 2 * x)),
+        lambda x: F.layer_norm(3 * x, (4,)) + 3 * x,
+    ),
     "linear": (
         (3, 4),
         lambda x: foo_ops.linear(x, x.cos(), x.flatten()[:3]),

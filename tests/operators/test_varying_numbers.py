@@ -100,6 +100,7 @@ CASES = {
         WINDOWS,
     ),
     "eps": (lambda q, k, v, x: foo_ops.add_rms_norm(q, k, v[0, 0, 0], eps=x)[0], DECAY),
+    "eps of layer_norm": (lambda q, k, v, x: foo_ops.layer_norm(q, k[0, 0, 0], eps=x), DECAY),
     "label_smoothing": (
         lambda q, k, v, x: foo_ops.softmax_cross_entropy(q, target_of(k), label_smoothing=x),
         SHARES,

@@ -52,6 +52,10 @@ def numbers(output, name):
     return [float(number.replace(",", "")) for number in re.findall(NUMBER, line[1])]
 
 
+def has_onnx_runtime(device):
+    return device == "cpu" and all(map(importlib.util.find_spec, ("onnx", "onnxruntime")))
+
+
 @needs_model
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 def test_embeddings(embeddings, device, capsys):
@@ -62,6 +66,13 @@ def test_embeddings(embeddings, device, capsys):
         similarity, difference, speed, ratio = numbers(output, name)
         assert similarity > 0.99999
         assert difference < 1e-5
+        assert speed > 0
+        assert ratio > 0
+    names = ("foo, applied", "sdpa", *(("ONNX Runtime",) if has_onnx_runtime(device) else ()))
+    sentences = output[output.index("sentences by") :]
+    for name in names:
+        similarity, speed, ratio = numbers(sentences, name)
+        assert similarity > 0.99999
         assert speed > 0
         assert ratio > 0
     (similarity,) = numbers(output, "Stop a loop before it has ended +break")

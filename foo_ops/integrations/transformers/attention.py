@@ -114,6 +114,47 @@ def attend_to_shown(
     return torch.cat(rows).unflatten(0, (batch, queries)).squeeze(2)
 
 
+# --------------------------------------------------------------------------- foo::attention_varlen
+
+# Sequences one behind the other, without padding between them.
+
+
+class PackedSequences:
+    """Takes the place of a mask in layers that are called with all sequences in one row.
+
+    No tensor, so that other functions of attention refuse it.
+
+    Attributes:
+        starts: (B + 1,), int32: where the sequences start, and the end of the last one.
+        longest: the largest of their lengths.
+    """
+
+    def __init__(self, starts: Tensor, longest: int) -> None:
+        self.starts, self.longest = starts, longest
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        dropout: float,
+        others: Mapping[str, Any],
+    ) -> Tensor:
+        """Return the output, (1, tokens, H, D), of tensors (1, H, tokens, D).
+
+        Raises:
+            NotImplementedError: for dropout and other options; `apply` tries a layer first.
+        """
+        refuse_unsupported({**others, "dropout": dropout or None}, "packed sequences")
+        rows = (it.transpose(1, 2).squeeze(0) for it in (query, key, value))
+        output, _ = torch.ops.foo.attention_varlen.default(
+            *rows, self.starts, self.starts,
+            max_seqlen_q=self.longest, max_seqlen_k=self.longest, scale=scaling,
+        )  # fmt: skip
+        return output.unsqueeze(0)
+
+
 # ----------------------------------------------------------------------------------- foo::attention
 
 # foo::attention as an implementation of attention in transformers: ``attn_implementation="foo"``.
@@ -208,6 +249,10 @@ def foo_attention_forward(
         NotImplementedError: for other keywords.
         ValueError, TypeError: as `foo_ops.attention`.
     """
+    if isinstance(attention_mask, PackedSequences):
+        unknown = (sliding_window, softcap, s_aux, position_bias, indices, block_indices)
+        given = {"softcap, sinks, window, bias or indices": any(it is not None for it in unknown)}
+        return attention_mask.attend(query, key, value, scaling, dropout, {**others, **given}), None
     refuse_unsupported(others, NAME)
     chosen = keys_chosen(module, query, key, indices, block_indices)
     options: Mapping[str, Any]

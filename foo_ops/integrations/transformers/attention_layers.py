@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foo_ops.integrations.transformers.attention import (
+    PackedSequences,
     combine,
     compute,
     compute_sparse,
@@ -325,6 +326,9 @@ def in_place_of_sdpa(
     Without a mask, a layer that is causal (by the argument or its attribute) hides keys with an
     index above the query's, unless there is only one query.
     """
+    if isinstance(attention_mask, PackedSequences):
+        given = {**others, "position_bias": position_bias, "cache": cache}
+        return attention_mask.attend(query, key, value, scaling, dropout, given), None
     if isinstance(cache, PagedAttentionCache):
         key, value = cache.update(
             key_states=key,
@@ -387,6 +391,9 @@ class Eager:
         A mask is added to the scores. Without one nothing is hidden, whatever the layer's
         ``is_causal`` says.
         """
+        if isinstance(attention_mask, PackedSequences):
+            dropout = dropout if module.training else 0.0
+            return attention_mask.attend(query, key, value, scaling, dropout, others), None
         read = {name for name, it in others.items() if name in self.reads and it is not None}
         sinks = getattr(module, "sinks", None) if self.has_sinks else None
         if (
@@ -544,10 +551,14 @@ class FooAttention(OtherGlobals):
     def recognises(cls, module: nn.Module) -> bool:
         if has_own_forward(module) or not looks_up(module):
             return False
-        function = own_function(module)
-        if function is foo_attention_forward:
-            return True
-        return interfaces_of(type(module).forward).served(function) is not function  # type: ignore[arg-type]
+        return cls.serves_in_place_of(own_function(module), type(module).forward)
+
+    @staticmethod
+    def serves_in_place_of(function: Function | None, forward: Any) -> bool:
+        """Whether a layer with this forward calls our function in place of another one."""
+        if function is None or function is foo_attention_forward:
+            return function is not None
+        return interfaces_of(forward).served(function) is not function
 
     @classmethod
     def names(cls, forward: Any) -> dict[str, Any]:

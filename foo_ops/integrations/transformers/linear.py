@@ -431,6 +431,16 @@ def is_lone(layer: Any) -> bool:
     return is_ours and not has_hooks(layer) and type(layer.weight) in WEIGHT_TYPES
 
 
+def lone_parameters(layer: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return the arguments of foo::linear for a layer of ours, or None."""
+    if is_lone(layer):
+        return layer.weight, layer.bias
+    is_ours = getattr(type(layer), "forward", None) is FooConv1D.forward
+    if not is_ours or has_hooks(layer) or type(layer.weight) not in WEIGHT_TYPES:
+        return None
+    return layer.weight.t(), layer.bias
+
+
 def lone_weight(layer: Any) -> Tensor | None:
     """Return the weight of a layer of ours without bias, or None."""
     return layer.weight if is_lone(layer) and layer.bias is None else None

@@ -23,11 +23,12 @@ from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
-from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
+from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
-from foo_ops.integrations.transformers.norms import LAYERS, NORMS
+from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
+from foo_ops.integrations.transformers.packed_sequences import FooEncoder, hides_padding
 from foo_ops.integrations.transformers.packing import pack
 from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
@@ -48,27 +49,36 @@ from foo_ops.integrations.transformers.replacement import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
-REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
-    **dict.fromkeys(ATTENTION_LAYERS, frozenset({"attention", "rotary_embedding"})),
-    FooRotaryFooAttention: frozenset({"attention", "rotary_embedding"}),
-    FooAttention: frozenset({"attention"}),
-    FooRotaryAttention: frozenset({"rotary_embedding"}),
-    **dict.fromkeys((*NORMS, *LAYERS), frozenset({"rms_norm"})),
-    **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
-    FooExperts: frozenset({"experts"}),
-    **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
+REPLACEMENTS: dict[type[Replacement], tuple[set[str], ...]] = {
+    **dict.fromkeys(ATTENTION_LAYERS, ({"attention", "rotary_embedding"},)),
+    FooRotaryFooAttention: ({"attention", "rotary_embedding"},),
+    FooAttention: ({"attention"},),
+    FooRotaryAttention: ({"rotary_embedding"},),
+    **dict.fromkeys(NORMS, ({"rms_norm"},)),
+    **dict.fromkeys(LAYER_NORMS, ({"layer_norm"},)),
+    **dict.fromkeys(LAYERS, ({"rms_norm"}, {"layer_norm"})),
+    **dict.fromkeys((FooGatedMLP, FooPackedMLP), ({"mlp"},)),
+    FooActivatedMLP: ({"mlp", "linear"},),
+    FooExperts: ({"experts"},),
+    FooEncoder: ({"packing", "attention"},),
+    **dict.fromkeys((FooLinear, FooConv1D), ({"linear"},)),
 }
-"""Arguments of `apply` that allow each replacement; a module gets the first that fits."""
+"""Arguments of `apply` that allow each replacement, one set of them or another.
+
+A module gets the first replacement that fits.
+"""
 
 KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
     "rms_norm": NORMS,
     "rotary_embedding": (FooRotaryAttention,),
-    "mlp": (FooGatedMLP, FooPackedMLP),
+    "mlp": (FooGatedMLP, FooPackedMLP, FooActivatedMLP),
     "experts": (FooExperts,),
     "linear": (FooLinear, FooConv1D),
     "quantize": (Quantized,),
     "fused_loss": (FooLanguageModel,),
+    "layer_norm": LAYER_NORMS,
+    "packing": (FooEncoder,),
 }
 """The classes that `replaced` counts."""
 
@@ -78,6 +88,7 @@ def apply(
     *,
     attention: bool = True,
     rms_norm: bool = True,
+    layer_norm: bool = True,
     rotary_embedding: bool = True,
     mlp: bool = True,
     experts: bool = True,
@@ -85,6 +96,7 @@ def apply(
     loss: bool = True,
     fused_loss: bool = True,
     cache: bool | int = True,
+    packing: bool | None = None,
     quantize: int | None = None,
     keep_weights: bool = True,
 ) -> Model:
@@ -105,8 +117,11 @@ def apply(
             function.
         rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where a
             layer adds the residual first.
+        layer_norm: `torch.nn.LayerNorm` and others that compute the same are `foo_ops.layer_norm`,
+            and `foo_ops.add_layer_norm` where a layer adds the residual first.
         rotary_embedding: attention layers rotate query and key with `foo_ops.rotary_embedding`.
-        mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
+        mlp: the gates of SwiGLUs are `foo_ops.silu_mul`. Linear layers with a GELU, ReLU or silu
+            behind them are `foo_ops.linear` with that activation, if ``linear`` is on.
         experts: the experts of mixtures are `foo_ops.moe_experts`, or two `foo_ops.grouped_linear`
             around a gate that it does not know.
         linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
@@ -118,6 +133,11 @@ def apply(
         cache: caches passed to the model are written in place (`in_place_cache`). With 8, those
             that grow have 8 bits, half the bytes of bfloat16, for decoding long texts. Attention
             that is not foo's then receives dequantized values, and is slower.
+        packing: encoders whose attention is ours compute no padding behind the sequences of a
+            batch: the tokens of all of them are one row, by `foo_ops.attention_varlen`. Hidden
+            states of padding are zeros then; so None allows it for models that do not return them:
+            those of sentence-transformers, which pool them, and classifiers of sequences. Calls that need more of an encoder (hidden states of
+            all layers, other masks, training) are computed with padding.
         quantize: 8 or 4: linear layers and experts keep a copy of their weights in 8 or 4 bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
             in training. This is for decoding, whose time is that of reading weights. The weights
@@ -154,10 +174,12 @@ def apply(
     flags = {
         "attention": attention,
         "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
         "rotary_embedding": rotary_embedding,
         "mlp": mlp,
         "experts": experts,
         "linear": linear,
+        "packing": hides_padding(model) if packing is None else packing,
     }
     allowed = {name for name, flag in flags.items() if flag}
     if quantize is not None and not keep_weights:
@@ -169,6 +191,8 @@ def apply(
     for module in model.modules():
         if isinstance(module, FooJoined):
             module.join()
+        if isinstance(module, FooEncoder) and not module.is_safe():
+            put_back(module)
     for part in pretrained(model):
         if loss:
             use_foo_loss(part)
@@ -189,8 +213,8 @@ def change(module: nn.Module, allowed: Iterable[str]) -> None:
         allowed = {*allowed, *has}
     elif isinstance(module, Replacement):
         return
-    for replacement, needs in REPLACEMENTS.items():
-        if needs <= set(allowed) and replacement.recognises(module):
+    for replacement, alternatives in REPLACEMENTS.items():
+        if any(needs <= set(allowed) for needs in alternatives) and replacement.recognises(module):
             replace(module, replacement)
             return
 
@@ -235,7 +259,7 @@ def replaced(model: nn.Module) -> dict[str, int]:
     quantised. `left_alone` says which modules stayed, and why.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> replaced(foo_ops.integrations.transformers.apply(model))
         {'linear': 1}
     """
@@ -270,9 +294,9 @@ def left_alone(model: nn.Module) -> dict[str, str]:
     has no operator, such as embeddings and convolutions, are not listed.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> left_alone(foo_ops.integrations.transformers.apply(model))
-        {'1': 'foo_ops has no operator for LayerNorm'}
+        {'1': 'foo_ops has no operator for BatchNorm1d'}
     """
     reasons = {name: reason_of(module) for name, module in model.named_modules()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -293,8 +317,8 @@ def reason_of(module: nn.Module) -> str | None:
     if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
         return reason_of_experts(module) if "Experts" in name else None
     if "MLP" in name and not holds(module, "MLP") and not holds(module, "Experts"):
-        known = (FooGatedMLP, FooPackedMLP)
-        return asked_or(module, known, "it does not compute down(silu(gate(x)) * up(x))")
+        known = (FooGatedMLP, FooPackedMLP, FooActivatedMLP)
+        return asked_or(module, known, "it computes no MLP that foo_ops knows")
     return None
 
 
@@ -328,9 +352,12 @@ def reason_of_linear(module: Any) -> str:
 
 def reason_of_norm(module: nn.Module) -> str:
     name = type(module).__name__
-    if type(module).__module__.startswith("torch."):
+    if type(module).__module__.startswith("torch.") and not isinstance(
+        module, (nn.LayerNorm, nn.RMSNorm)
+    ):
         return f"foo_ops has no operator for {name}"
-    return asked_or(module, NORMS, f"{name} does not compute what foo::rms_norm does")
+    known = "foo::layer_norm" if "LayerNorm" in name else "foo::rms_norm"
+    return asked_or(module, (*NORMS, *LAYER_NORMS), f"{name} does not compute what {known} does")
 
 
 def reason_of_attention(module: Any) -> str:

@@ -1,9 +1,9 @@
-"""foo::rms_norm in the norms of models, and foo::add_rms_norm between a decoder's blocks."""
+"""foo::rms_norm and foo::layer_norm in the norms of models, also of sums between blocks."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +20,12 @@ from foo_ops.integrations.transformers.replacement import (
     stand_in,
 )
 from foo_ops.library.operators import FLOATING
-from foo_ops.ops.rms_norm import composite
+from foo_ops.ops.layer_norm import composite as layer_norm_composite
+from foo_ops.ops.rms_norm import composite as rms_norm_composite
 
 # -------------------------------------------------------------------------------------------- norms
 
-# foo::rms_norm in the norms of models.
+# foo::rms_norm and foo::layer_norm in the norms of models.
 
 
 def eps_of(module: nn.Module) -> float | None:
@@ -34,22 +35,20 @@ def eps_of(module: nn.Module) -> float | None:
     return None
 
 
-def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor], keeps_order: bool) -> bool:
-    """Whether a module is called a norm, and agrees with an RMS norm on random numbers.
+def is_norm(module: nn.Module, replacement: type[FooNorm]) -> bool:
+    """Whether a module is called a norm, and agrees with one of ours on random numbers.
 
     The rows include some where eps matters and some where it does not; their mean is not zero.
-
-    Args:
-        weight_of: returns the factor of the norm, given the module's weight.
-        keeps_order: whether results have the memory order of their inputs, and are not always
-            contiguous.
     """
-    weight, eps = module._parameters.get("weight"), eps_of(module)
+    given, eps = module._parameters, eps_of(module)
     if "Norm" not in type(module).__name__ or has_own_forward(module):
         return False
+    weight = given.get("weight")
     if weight is None or weight.dim() != 1 or eps is None:
         return False
-    if len(module._parameters) != 1 or module._modules or module._buffers:
+    if not given.keys() <= set(replacement.parameters) or module._modules or module._buffers:
+        return False
+    if any(it is not None and it.shape != weight.shape for it in given.values()):
         return False
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
@@ -57,9 +56,12 @@ def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor], keeps_orde
     sizes = torch.tensor([1.0, eps**0.5, 100.0])[:, None]
     input = sizes * (torch.randn(2, 3, len(weight), generator=generator) + 0.5)
     input = input.transpose(0, 1)
-    other = torch.randn(len(weight), generator=generator)
+    others = {
+        name: None if it is None else torch.randn(len(weight), generator=generator)
+        for name, it in given.items()
+    }
     return all(
-        agrees(module, input.to(dtype), other.to(dtype), weight_of, keeps_order, autocast)
+        agrees(module, input.to(dtype), others, replacement, autocast)
         for dtype in FLOATING
         for autocast in (False, True)
     )
@@ -68,32 +70,28 @@ def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor], keeps_orde
 def agrees(
     module: nn.Module,
     input: Tensor,
-    weight: Tensor,
-    weight_of: Callable[[Tensor], Tensor],
-    keeps_order: bool,
+    parameters: Mapping[str, Tensor | None],
+    replacement: type[FooNorm],
     autocast: bool,
 ) -> bool:
     """Whether a module's own forward returns the norm in the dtype of its input."""
+    given = {name: None if it is None else it.to(input.dtype) for name, it in parameters.items()}
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=autocast):
         try:
-            own = type(module).forward(stand_in(module, {"weight": weight}), input)
+            own = type(module).forward(stand_in(module, given), input)
         except Exception:  # a norm accepts an ordinary tensor
             return False
-    memory = torch.preserve_format if keeps_order else torch.contiguous_format
+    memory = torch.preserve_format if replacement.keeps_order else torch.contiguous_format
     like = torch.empty_like(input, memory_format=memory)
     if not isinstance(own, Tensor) or own.shape != like.shape:
         return False
     if own.dtype != like.dtype or own.stride() != like.stride():
         return False
-    exact = composite(input.double(), weight_of(weight.double()), eps=eps_of(module))  # type: ignore[arg-type]
+    exact = replacement.exact(input, given, eps_of(module))
     # Such norms compute in float32, also for float64, and may round before they multiply by the
     # weight.
     room = max(4 * torch.finfo(own.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-    return torch.allclose(own.double(), exact, rtol=room, atol=0)
-
-
-def same(weight: Tensor) -> Tensor:
-    return weight
+    return bool(((own - exact).abs() <= room * exact.abs().amax(-1, keepdim=True)).all())
 
 
 def one_more(weight: Tensor) -> Tensor:
@@ -107,41 +105,63 @@ class FooNorm(Replacement):
     Attributes:
         keeps_order: whether results have the memory order of their inputs, and are not always
             contiguous.
+        parameters: names of the module's parameters.
+        operator: the operator of the norm.
+        sum_operator: the operator of a sum and its norm.
+        composite: the norm by torch's operators.
     """
 
-    weight: Tensor
-    keeps_order: ClassVar[bool] = True
+    keeps_order: ClassVar[bool]
+    parameters: ClassVar[tuple[str, ...]]
+    operator: ClassVar[Any]
+    sum_operator: ClassVar[Any]
+    composite: ClassVar[Callable[..., Tensor]]
     _parameters: Any
-
-    @staticmethod
-    def weight_of(weight: Tensor) -> Tensor:
-        """Return the factor of the norm."""
-        raise NotImplementedError
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        return is_norm(module, cls.weight_of, cls.keeps_order)
+        return is_norm(module, cls)
 
-    def forward(self, hidden_states: Tensor) -> Any:
+    @staticmethod
+    def arguments(weight: Tensor, *bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the operator's arguments behind its input, given the module's parameters."""
+        return weight, *bias
+
+    @classmethod
+    def exact(cls, input: Tensor, parameters: Mapping[str, Tensor | None], eps: Any) -> Tensor:
+        """Compute the norm in float64."""
+        wide = {name: None if it is None else it.double() for name, it in parameters.items()}
+        arguments = cls.arguments(*map(wide.get, cls.parameters))  # type: ignore[arg-type]
+        return cls.composite(input.double(), *arguments, eps=eps)
+
+    def given(self) -> list[Any]:
+        """Return the parameters."""
         own = self._parameters
         # Attribute lookup is slow, and only needed under a parametrization.
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        if not are_alike(hidden_states, weight):
+        return [own[it] if it in own else getattr(self, it, None) for it in self.parameters]
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        given = self.given()
+        if not are_alike(hidden_states, *given):
             return super().forward(hidden_states)  # type: ignore[misc]
-        weight, eps = self.weight_of(weight), eps_of(self)  # type: ignore[arg-type]
-        norm = torch.ops.foo.rms_norm.default
+        norm, arguments = self.operator.default, self.arguments(*given)
+        eps = eps_of(self)  # type: ignore[arg-type]
         if hidden_states.is_contiguous() or not self.keeps_order:
-            return norm(hidden_states, weight, eps=eps)
+            return norm(hidden_states, *arguments, eps=eps)
         order = memory_order(hidden_states)
         if order is None:
             return super().forward(hidden_states)  # type: ignore[misc]
-        return permuted_back(norm(hidden_states.permute(order), weight, eps=eps), order)
+        return permuted_back(norm(hidden_states.permute(order), *arguments, eps=eps), order)
 
 
 class FooRMSNorm(FooNorm):
     """Replaces norms such as those of Llama and gpt-oss."""
 
-    weight_of = staticmethod(same)
+    keeps_order = True
+    parameters = ("weight",)
+    operator = torch.ops.foo.rms_norm
+    sum_operator = torch.ops.foo.add_rms_norm
+    composite = staticmethod(rms_norm_composite)
 
 
 class FooContiguousRMSNorm(FooRMSNorm):
@@ -150,33 +170,68 @@ class FooContiguousRMSNorm(FooRMSNorm):
     keeps_order = False
 
 
-class FooOffsetRMSNorm(FooNorm):
+class FooOffsetRMSNorm(FooRMSNorm):
     """Replaces Gemma's norms, which multiply by 1 + weight."""
 
-    weight_of = staticmethod(one_more)
+    @staticmethod
+    def arguments(weight: Tensor, *bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        return one_more(weight), *bias
+
+
+class FooLayerNorm(FooNorm):
+    """Replaces `torch.nn.LayerNorm`."""
+
+    keeps_order = False
+    parameters = ("weight", "bias")
+    operator = torch.ops.foo.layer_norm
+    sum_operator = torch.ops.foo.add_layer_norm
+    composite = staticmethod(layer_norm_composite)
+
+
+class FooOwnLayerNorm(FooLayerNorm):
+    """Replaces layer norms that are written in elementwise operators, such as Cohere's."""
+
+    keeps_order = True
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        # The operator returns float32 as torch's does, and such norms the dtype of their input.
+        if not hidden_states.is_cpu and torch.is_autocast_enabled(hidden_states.device.type):
+            return self.original.forward(self, hidden_states)
+        return super().forward(hidden_states)
+
+
+class FooOffsetLayerNorm(FooOwnLayerNorm):
+    """Replaces layer norms that multiply by 1 + weight, such as Nemotron's."""
+
+    keeps_order = False
+    arguments = staticmethod(FooOffsetRMSNorm.arguments)
 
 
 NORMS = (FooRMSNorm, FooContiguousRMSNorm, FooOffsetRMSNorm)
+LAYER_NORMS = (FooLayerNorm, FooOwnLayerNorm, FooOffsetLayerNorm)
 
 
 def add_norm(norm: Any, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of a sum, and the sum, in one pass if the norm is one of ours."""
     is_ours = getattr(type(norm), "forward", None) is FooNorm.forward and not has_hooks(norm)
+    given = norm.given() if is_ours else ()
     if (
         not is_ours
-        or not are_alike(input, residual, norm.weight)
+        or not are_alike(input, residual, *given)
         or input.shape != residual.shape
         or not (input.is_contiguous() and residual.is_contiguous())
+        # The norm may have another dtype than the sum.
+        or (not input.is_cpu and torch.is_autocast_enabled(input.device.type))
     ):
         sum = residual + input
         return norm(sum), sum
-    weight = norm.weight_of(norm.weight)
-    return torch.ops.foo.add_rms_norm.default(input, residual, weight, eps=eps_of(norm))
+    arguments = norm.arguments(*given)
+    return norm.sum_operator.default(input, residual, *arguments, eps=eps_of(norm))
 
 
 # ------------------------------------------------------------------------------------ norms of sums
 
-# foo::add_rms_norm between the blocks of a decoder's layers.
+# foo::add_rms_norm and foo::add_layer_norm between the blocks of layers.
 
 
 WIDTH = 8
@@ -257,7 +312,29 @@ class FooSandwichLayer(FooDecoderLayer):
         return residual + blocks["post_feedforward_layernorm"](first(blocks["mlp"](normalised)))
 
 
-LAYERS = (FooPreNormLayer, FooSandwichLayer)
+class FooPostNormOutput(Replacement):
+    """Replaces the ends of BERT's blocks: ``LayerNorm(dropout(dense(x)) + input_tensor)``."""
+
+    blocks = frozenset({"dense", "dropout", "LayerNorm"})
+    _modules: Any
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        if module._modules.keys() != cls.blocks or has_own_forward(module):
+            return False
+        names = list(inspect.signature(type(module).forward).parameters)
+        if module._parameters or module._buffers or names[1:] != ["hidden_states", "input_tensor"]:
+            return False
+        return output_agrees(module, cls)
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        blocks = self._modules
+        output = blocks["dropout"](blocks["dense"](hidden_states))
+        # In this order, which the errors of some dtypes name.
+        return add_norm(blocks["LayerNorm"], input_tensor, output)[0]
+
+
+LAYERS = (FooPreNormLayer, FooSandwichLayer, FooPostNormOutput)
 
 
 # ----------------------------------------------------------------------------------- recognition
@@ -321,6 +398,34 @@ def sum_agrees(
         except Exception:  # a layer that needs more of its blocks is another kind
             return False
         return is_near(own, ours) and calls == [keywords, keywords]
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return all(map(agrees_in, FLOATING))
+
+
+def output_agrees(module: nn.Module, replacement: type[FooPostNormOutput]) -> bool:
+    """Whether a module's own forward adds the residual to its dense layer, as ours does.
+
+    Tried in each dtype; the blocks differ, so that their order matters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden, residual, weight = torch.randn(
+        3, 4, WIDTH, WIDTH, generator=generator, dtype=torch.float64
+    )
+    twin = stand_in(module, modules={
+        "dense": lambda input: input @ weight[0].to(input.dtype),
+        "dropout": lambda input: input.flip(-1),
+        "LayerNorm": lambda input: input * input,
+    })  # fmt: skip
+
+    def agrees_in(dtype: torch.dtype) -> bool:
+        given = hidden.to(dtype), residual.to(dtype)
+        try:
+            own = type(module).forward(twin, *given)
+            ours = replacement.forward(twin, *given)  # type: ignore[arg-type]
+        except Exception:  # a module that needs more of its blocks is another kind
+            return False
+        return is_near(own, ours)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return all(map(agrees_in, FLOATING))

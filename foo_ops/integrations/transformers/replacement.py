@@ -46,6 +46,10 @@ class Replacement:
         return {}
 
     @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        """Add attributes that only this forward needs, to a module that it recognises."""
+
+    @classmethod
     def forget(cls, module: nn.Module) -> None:
         """Remove attributes that only this forward needs."""
 
@@ -111,6 +115,7 @@ def new(replacement: Any, original: Any) -> Any:
 
 def replace(module: Any, replacement: Any) -> None:
     original: Any = type(module)
+    replacement.prepare(module)
     module.__class__ = subclass(replacement, original)
 
 
@@ -240,7 +245,7 @@ def has_hooks(module: Any) -> bool:
 
 def stand_in(
     module: nn.Module,
-    parameters: Mapping[str, Tensor] | None = None,
+    parameters: Mapping[str, Tensor | None] | None = None,
     modules: Mapping[str, Callable[..., Any]] | None = None,
 ) -> nn.Module:
     """Return a module of the same class and attributes, with other parameters, in training mode."""

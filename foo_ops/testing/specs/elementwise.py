@@ -206,6 +206,79 @@ ADD_RMS_NORM = OpSpec(
 )
 
 
+# ------------------------------------------------------------- foo::layer_norm, foo::add_layer_norm
+
+
+def layer_norm_sample(
+    shape: tuple[int, ...], *, inputs: int = 1, given: int = 2, **keywords: Any
+) -> Maker:
+    """Make samples of ``inputs`` rows, and the first ``given`` of weight and bias."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        shapes = [shape] * inputs + [shape[-1:]] * given
+        tensors = random(f"layer_norm {shape}", *shapes, dtype=dtype)
+        return Sample((*tensors, *[None] * (2 - given)), keywords)
+
+    return make
+
+
+def wide_weight_and_bias(dtype: torch.dtype) -> Sample:
+    """Use float32 weights, as models in half precision do in their norms."""
+    input, weight, bias = layer_norm_sample((5, 67))(dtype).inputs
+    return Sample((input, weight.float(), bias.float()))
+
+
+def bias_alone(dtype: torch.dtype) -> Sample:
+    input, bias = layer_norm_sample((3, 19), given=1)(dtype).inputs[:2]
+    return Sample((input, None, bias))
+
+
+def rows_far_from_zero(dtype: torch.dtype) -> Sample:
+    """Make variances that are small beside the mean, a constant row, NaN, and infinity."""
+    (input,) = random("far from zero", (7, 33), dtype=dtype)
+    input[:2] += 100
+    input[2] = 0.1
+    input[3, 1], input[4, 2] = torch.nan, torch.inf
+    input[5] *= 1e-4
+    input[6] *= 1e3
+    return Sample((input, None, None))
+
+
+LAYER_NORM = OpSpec(
+    operator=torch.ops.foo.layer_norm.default,
+    reference=reference.layer_norm,
+    dtypes=RMS_NORM.dtypes,
+    sized=lambda dtype, size: layer_norm_sample((2, size, size + 3))(dtype),
+    samples={
+        "vector": layer_norm_sample((19,)),
+        "nothing else": layer_norm_sample((3, 4, 33), given=0, eps=0.25),
+        "no bias": layer_norm_sample((2, 3, 2, 17), given=1, eps=1e-12),
+        "bias alone": bias_alone,
+        "one column": layer_norm_sample((3, 1)),
+        "no columns": layer_norm_sample((3, 0)),
+        "wide weight": wide_weight_and_bias,
+        "far from zero": rows_far_from_zero,
+    },
+    essential=("size7", "nothing else"),
+    large=layer_norm_sample((301, 1001)),
+)
+
+ADD_LAYER_NORM = OpSpec(
+    operator=torch.ops.foo.add_layer_norm.default,
+    reference=reference.add_layer_norm,
+    dtypes=RMS_NORM.dtypes,
+    sized=lambda dtype, size: layer_norm_sample((2, size, size + 3), inputs=2)(dtype),
+    samples={
+        "vector": layer_norm_sample((19,), inputs=2),
+        "nothing else": layer_norm_sample((3, 4, 33), inputs=2, given=0, eps=0.25),
+        "no columns": layer_norm_sample((3, 0), inputs=2),
+    },
+    essential=("size7", "nothing else"),
+    large=layer_norm_sample((301, 1001), inputs=2),
+    tolerances=ADD_RMS_NORM.tolerances,
+)
+
+
 # ---------------------------------------------------------------------------- foo::rotary_embedding
 
 

@@ -123,6 +123,9 @@ def real_positions(tensor: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     mask = inputs.get("attention_mask")
     if mask is not None and tensor.shape[:2] == mask.shape:
         return tensor[mask.bool()]
+    if mask is not None and tensor.dim() == 3 and tensor.shape[::2] == mask.shape:
+        # Scores of positions, for each question.
+        return tensor.transpose(1, 2)[mask.bool()]
     return tensor
 
 

@@ -137,7 +137,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 def questions(inputs: dict, config: Any) -> dict:
     ids = inputs["input_ids"].clone()
-    ids[:, 0] = ids[:, -1] = ids[:, 12] = config.question_token_id
+    shown = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    for row, tokens in zip(ids, shown):
+        row[tokens.nonzero()[[0, 3, -1]]] = config.question_token_id
     return {**inputs, "input_ids": ids}
 
 
