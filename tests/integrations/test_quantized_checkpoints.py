@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.processes import python
 from support.quantized_files import (
     awq,
+    float_quantized,
+    fp8,
     gptq,
     int_quantized,
     pack_quantized,
@@ -106,6 +108,22 @@ def with_act_order(group_size):
     return make_layer, described
 
 
+def float_quantized_files(strategy):
+    make_layer, described = compressed(
+        lambda rows, columns: float_quantized(rows, columns, strategy == "channel"),
+        bits=8,
+        format="float-quantized",
+    )
+    weights = described["config_groups"]["group_0"]["weights"]
+    weights |= {"type": "float", "strategy": strategy}
+    return make_layer, described
+
+
+def fp8_files(block):
+    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    return lambda rows, columns: fp8(rows, columns, block), described
+
+
 KINDS = {
     "awq": awq_files(128),
     "awq, 64": awq_files(64),
@@ -123,6 +141,14 @@ KINDS = {
     "compressed, a row": pack_quantized_files(),
     "compressed, 8 bits, packed": pack_quantized_files(bits=8),
     "compressed, W8A8": compressed(int_quantized, 8, format="int-quantized"),
+    "gptq, 8 bits, 64": gptq_files(bits=8, group_size=64, is_symmetric=True),
+    "gptq, 8 bits, act-order": gptq_files(bits=8, group_size=32, is_symmetric=True, has_order=True),
+    "compressed, 8 bits, 32": pack_quantized_files(bits=8, group_size=32),
+    "compressed, FP8": float_quantized_files("channel"),
+    "compressed, FP8, one scale": float_quantized_files("tensor"),
+    "fp8": fp8_files([128, 128]),
+    "fp8, parts of blocks": fp8_files([48, 96]),
+    "fp8, one scale": fp8_files(None),
 }
 """What makes a layer, and what config.json says of it."""
 
@@ -132,6 +158,10 @@ def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     exact, tensors = write_checkpoint(folder, *KINDS[request.param])
     return folder, exact, tensors
+
+
+def bits_of(tensor):
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def load(folder, **options):
@@ -177,7 +207,7 @@ def test_file_is_written_back(checkpoint, tmp_path):
     assert saved.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert saved[name].dtype == tensor.dtype
-        assert torch.equal(saved[name], tensor), name
+        assert torch.equal(bits_of(saved[name]), bits_of(tensor)), name
     assert torch.equal(logits_of(load(tmp_path)), logits_of(model))
 
 
@@ -282,10 +312,10 @@ REFUSED = {
         "gptq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
         "its checkpoint_format must be gptq or gptq_v2, got marlin",
     ),
-    "groups of 8 bits": (
-        *reversed(gptq_files(bits=8, group_size=64, is_symmetric=True)),
-        "gptq: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
-        "with 8 bits a row must have one scale, got one for each 64 of 256 inputs",
+    "blocks of FP8": (
+        *reversed(fp8_files([128, 48])),
+        "fp8: foo_ops cannot read the weights of model.layers.0.mlp.down_proj: "
+        "blocks and inputs must be multiples of 32, got 48 and 256",
     ),
     "zeros of 8 bits": (
         *reversed(gptq_files(bits=8, group_size=-1)),
@@ -386,6 +416,9 @@ MIXTURES = {
     "gptq, 8 bits": (*gptq_files(bits=8, group_size=-1, is_symmetric=True), QWEN),
     "compressed": (*pack_quantized_files(group_size=32, symmetric=False), MIXTRAL),
     "compressed, W8A8": (*compressed(int_quantized, 8, format="int-quantized"), MIXTRAL),
+    "gptq, 8 bits, 32": (*gptq_files(bits=8, group_size=32, is_symmetric=True), MIXTRAL),
+    "fp8": (*fp8_files([64, 32]), QWEN),
+    "compressed, FP8": (*float_quantized_files("channel"), QWEN),
 }
 
 
@@ -412,7 +445,7 @@ def test_experts(kind, tmp_path):
     load(tmp_path).save_pretrained(tmp_path / "again")
     saved = load_file(tmp_path / "again/model.safetensors")
     assert saved.keys() == tensors.keys()
-    assert all(torch.equal(saved[name], it) for name, it in tensors.items())
+    assert all(torch.equal(bits_of(saved[name]), bits_of(it)) for name, it in tensors.items())
     save_quantized(load(tmp_path), tmp_path / "compressed")
     again = load(tmp_path / "compressed", dtype=torch.float32)
     assert_near(logits_of(again), expected, roundings=64)

@@ -244,7 +244,9 @@ def functions():
             for dtype in DTYPES:
                 yield function, source.build(dtype).argument_types
         elif name.startswith("linear_"):
-            is_quantized = name.startswith(("linear_int8", "linear_int4", "linear_mxfp4"))
+            is_quantized = name.startswith(
+                ("linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4")
+            )
             function = "QuantizedFunction" if is_quantized else "ProductFunction"
             for dtype in DTYPES:
                 yield function, source.build(dtype).argument_types

@@ -109,6 +109,31 @@ def int_quantized(rows, columns):
     return tensors, integers * scale.double()
 
 
+def float8(rows, columns, scale):
+    """Return random codes of float8_e4m3fn without NaN, and their numbers times a scale (N, K)."""
+    codes = torch.randint(256, (rows, columns), dtype=torch.uint8)
+    codes = torch.where(codes % 128 == 127, 0, codes).to(torch.uint8)
+    weight = codes.view(torch.float8_e4m3fn)
+    return weight, weight.double() * scale.double()
+
+
+def fp8(rows, columns, block=(128, 128)):
+    """Return the tensors of FP8 with blocks; None is one scale in all."""
+    height, width = block or (rows, columns)
+    sizes = (-(-rows // height), -(-columns // width))
+    scale = torch.rand(sizes) * 0.0005 + 0.0005
+    of_all = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    weight, exact = float8(rows, columns, of_all[:rows, :columns])
+    return {"weight": weight, "weight_scale_inv": scale if block else scale[0, 0]}, exact
+
+
+def float_quantized(rows, columns, has_rows=True):
+    """Return the tensors of compressed-tensors' float-quantized, strategy "channel" or "tensor"."""
+    scale = (torch.rand(rows if has_rows else 1, 1) * 0.0005 + 0.0005).half()
+    weight, exact = float8(rows, columns, scale)
+    return {"weight": weight, "weight_scale": scale if has_rows else scale[0]}, exact
+
+
 def write_checkpoint(folder, make_layer, described, config=None, **sizes):
     """Write a model, by default a Llama, whose linear layers ``make_layer(rows, columns)`` makes.
 

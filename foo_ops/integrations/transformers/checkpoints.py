@@ -40,6 +40,7 @@ from foo_ops.integrations.transformers.formats import (
     Awq,
     CompressedTensors,
     Format,
+    Fp8,
     Gptq,
     UnreadableError,
 )
@@ -340,6 +341,11 @@ def needs_compressed_tensors(config: Any) -> bool:
     return bool(is_compressed_tensors_available()) and not is_read(config)
 
 
+def has_other_numbers(config: Any) -> bool:
+    """Whether an FP8 checkpoint has numbers of 4 bits, or embeddings in FP8."""
+    return config.expert_dtype != "fp8" or bool(config.modules_to_convert)
+
+
 def register_checkpoints() -> None:
     """Let transformers load quantised linear layers by foo's operators."""
     mapping: dict[str, Any] = AUTO_QUANTIZER_MAPPING
@@ -347,6 +353,7 @@ def register_checkpoints() -> None:
         Awq.method: has_gptqmodel,
         Gptq.method: has_gptqmodel,
         CompressedTensors.method: needs_compressed_tensors,
+        Fp8.method: has_other_numbers,
     }
     for method, has_other in others.items():
         mapping[method] = partial(quantizer_of, mapping[method], has_other)

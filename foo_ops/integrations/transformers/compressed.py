@@ -19,8 +19,11 @@ READ = {
     (4, "group"): ("pack-quantized",),
     (4, "channel"): ("pack-quantized",),
     (8, "channel"): ("pack-quantized", "int-quantized", "naive-quantized"),
+    (8, "group"): ("pack-quantized", "int-quantized", "naive-quantized"),
 }
-"""Formats of weights that are read, by bits and strategy."""
+"""Formats of integers that are read, by bits and strategy."""
+FLOATS = {(8, strategy): ("float-quantized",) for strategy in ("channel", "group", "tensor")}
+"""The same of floating-point numbers."""
 
 
 class StoredConfig(CompressedTensorsConfig):
@@ -65,13 +68,20 @@ def is_read(config: Any) -> bool:
         weights = group.get("weights") or {}
         kind: Any = (weights.get("num_bits"), weights.get("strategy"))
         format = group.get("format") or settings.get("format")
-        if weights.get("type", "int") != "int" or format not in READ.get(kind, ()):
+        known: Any = FLOATS if weights.get("type", "int") == "float" else READ
+        if format not in known.get(kind, ()):
             return False
         if kind[0] == 8 and not weights.get("symmetric", True):
             return False
         if kind[1] == "group" and weights.get("group_size", 0) % GROUP_SIZES[0] > 0:
             return False
     return True
+
+
+def strategy_of(format: CompressedTensors, is_row: bool) -> str:
+    if not format.has_rows:
+        return "tensor"
+    return "channel" if is_row else "group"
 
 
 def described(model: nn.Module) -> StoredConfig:
@@ -90,9 +100,9 @@ def described(model: nn.Module) -> StoredConfig:
         is_row = format.group_size == -1
         weights = {
             "num_bits": format.bits,
-            "type": "int",
+            "type": "int" if format.float_scale is None else "float",
             "symmetric": format.is_symmetric,
-            "strategy": "channel" if is_row else "group",
+            "strategy": strategy_of(format, is_row),
             "group_size": None if is_row else format.group_size,
             "actorder": "group" if format.has_index else None,
         }

@@ -1,4 +1,4 @@
-"""Formats of files with linear layers of 4 and 8 bits: AWQ, GPTQ and compressed-tensors.
+"""Formats of files with linear layers of 4 and 8 bits: AWQ, GPTQ, compressed-tensors and FP8.
 
 Each reads a layer's tensors into the layout of foo's kernels without rounding, and writes them
 back. Four bits are a nibble; files have eight of them in an int32, the first one lowest.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
 from foo_ops.library.operators import dtype_name
+from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.linear_quantized import GROUP_SIZES, pack_integers, unpack_integers
 
 Stored = Mapping[str, Tensor]
@@ -263,26 +264,25 @@ class Gptq(Format):
         require_layout(stored, "qzeros", torch.int32, columns // size, rows // per_word)
         if has_index:
             require_layout(stored, "g_idx", torch.int32, columns)
-        if config.bits == 8:
-            require_one_group(size, columns)
         return cls(config.bits, size, offsets[config.format], has_index)
 
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
         words, scale = stored["qweight"].t(), stored["scales"].t().to(dtype)
+        order = order_of(stored.get("g_idx"), self.group_size)
         if self.bits == 8:
             zeros = stored["qzeros"].contiguous().view(torch.uint8)
             require(bool((zeros + self.offset == SIGN).all()), "qzeros must be 128 with 8 bits")
-            return Integers(signed(words), scale.flatten())
+            return grouped_bytes(signed(words), scale, order)
         zero = (nibbles(stored["qzeros"]) + self.offset & 15).t().to(dtype)
-        order = order_of(stored.get("g_idx"), self.group_size)
         return grouped(words, scale, zero, order, self.group_size)
 
     def write(self, layer: FooPackedLinear) -> dict[str, Tensor]:
         rows, columns = layer.out_features, layer.in_features
         if self.bits == 8:
-            words = words_of_signed(layer.weight)
-            scale = layer.scale.unsqueeze(1)
-            zeros = scale.new_full((1, rows), SIGN - self.offset, dtype=torch.uint8)
+            words = words_of_signed(in_own_order(layer.weight, layer.order))
+            scale = scales_of_bytes(layer, self.group_size)
+            sizes = (scale.shape[1], rows)
+            zeros = scale.new_full(sizes, SIGN - self.offset, dtype=torch.uint8)
             packed_zeros = zeros.view(torch.int32)
         else:
             integers, scale, zero = in_groups_of(layer, self.group_size)
@@ -300,12 +300,12 @@ class Gptq(Format):
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """The formats ``pack-quantized`` and ``int-quantized`` of compressed-tensors.
+    """The formats ``pack-quantized``, ``int-quantized`` and ``float-quantized``.
 
     ``weight_packed`` (N, K / 8) has nibbles of adjacent inputs, or (N, K / 4) bytes, each more than
     the signed integer by 8 or 128. ``weight_scale`` is (N, G), ``weight_zero_point`` (N / 8, G) has
     nibbles of adjacent outputs, and is missing in symmetric files. Without packing, ``weight`` is
-    (N, K) int8.
+    (N, K) int8 or float8_e4m3fn; the latter may have one scale in all, (1,).
 
     Attributes:
         bits: 4 or 8.
@@ -313,6 +313,8 @@ class CompressedTensors(Format):
         is_packed: whether integers are in words of 32 bits.
         is_symmetric: whether all zeros are that of the signed integers.
         has_index: whether the file has ``weight_g_idx``, the group of each input.
+        float_scale: the dtype of scales if weights are float8_e4m3fn, else None.
+        has_rows: whether each row has a scale of its own.
     """
 
     method = "compressed-tensors"
@@ -321,9 +323,13 @@ class CompressedTensors(Format):
     is_packed: bool = True
     is_symmetric: bool = False
     has_index: bool = False
+    float_scale: torch.dtype | None = None
+    has_rows: bool = True
 
     @property
     def name(self) -> str:
+        if self.float_scale is not None:
+            return "float-quantized"
         return "pack-quantized" if self.is_packed else "int-quantized"
 
     @classmethod
@@ -331,9 +337,10 @@ class CompressedTensors(Format):
         """Return the format that a layer was read from, or else one that writes it exactly."""
         if isinstance(layer.stored_format, cls):
             return layer.stored_format
-        is_row, has_index = layer.group_size is None, layer.order is not None
-        size = layer.group_size or layer.in_features
-        return cls(layer.bits, size, not is_row, is_row, has_index)
+        size, has_index = layer.group_size or layer.in_features, layer.order is not None
+        is_packed = not (layer.is_float or layer.group_size is None)
+        float_scale = layer.scale.dtype if layer.is_float else None
+        return cls(layer.bits, size, is_packed, layer.zero is None, has_index, float_scale)
 
     @classmethod
     def is_in(cls, stored: Stored) -> bool:
@@ -343,6 +350,8 @@ class CompressedTensors(Format):
     def find(cls, stored: Stored, rows: int, columns: int, config: Any) -> Format:
         for name in ("sparsity_config", "transform_config"):
             require(not config.to_dict().get(name), f"it must have no {name}")
+        if is_float8(stored):
+            return cls.find_float(stored, rows, columns)
         size = groups_in(stored, "weight_scale", 1, columns)
         require_layout(stored, "weight_scale", None, rows, columns // size)
         is_symmetric, has_index = "weight_zero_point" not in stored, "weight_g_idx" in stored
@@ -354,7 +363,6 @@ class CompressedTensors(Format):
         else:
             require_layout(stored, "weight", torch.int8, rows, columns)
         if bits == 8:
-            require_one_group(size, columns)
             require(is_symmetric, "8 bits must have no weight_zero_point")
         elif not is_symmetric:
             height = -(-rows // PER_WORD)
@@ -363,11 +371,27 @@ class CompressedTensors(Format):
             require_layout(stored, "weight_g_idx", torch.int32, columns)
         return cls(bits, size, is_packed, is_symmetric, has_index)
 
+    @classmethod
+    def find_float(cls, stored: Stored, rows: int, columns: int) -> Format:
+        require_layout(stored, "weight", torch.float8_e4m3fn, rows, columns)
+        scale = stored["weight_scale"]
+        if scale.numel() == 1:
+            return cls(8, columns, False, True, float_scale=scale.dtype, has_rows=False)
+        size = groups_in(stored, "weight_scale", 1, columns)
+        require_layout(stored, "weight_scale", None, rows, columns // size)
+        return cls(8, size, False, True, float_scale=scale.dtype)
+
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
+        if self.float_scale is not None:
+            scale = stored["weight_scale"].to(compute_type(dtype))
+            if not self.has_rows:
+                scale = scale.reshape(1, 1).repeat(len(stored["weight"]), 1)
+            return grouped_bytes(stored["weight"].view(torch.uint8), scale, None)
         scale = stored["weight_scale"].to(dtype)
         if self.bits == 8:
             weight = signed(stored["weight_packed"]) if self.is_packed else stored["weight"]
-            return Integers(weight, scale.flatten())
+            order = order_of(stored.get("weight_g_idx"), self.group_size)
+            return grouped_bytes(weight, scale, order)
         if self.is_symmetric:
             zero = torch.full_like(scale, 8)
         else:
@@ -378,10 +402,14 @@ class CompressedTensors(Format):
     def write(self, layer: FooPackedLinear) -> dict[str, Tensor]:
         scale: Any
         if self.bits == 8:
-            scale = layer.scale.unsqueeze(1)
+            scale = scales_of_bytes(layer, self.group_size)
+            weight = in_own_order(layer.weight, layer.order)
             if not self.is_packed:
-                return {"weight": layer.weight, "weight_scale": scale}
-            words = words_of_signed(layer.weight)
+                if self.float_scale is not None:
+                    weight = weight.view(torch.float8_e4m3fn)
+                    scale = (scale if self.has_rows else scale[0]).to(self.float_scale)
+                return {"weight": weight, "weight_scale": scale.contiguous()}
+            words = words_of_signed(weight)
         else:
             integers, scale, zero = in_groups_of(layer, self.group_size)
             words = words_of(in_own_order(integers, layer.order))
@@ -401,7 +429,78 @@ class CompressedTensors(Format):
         return tensors
 
 
-FORMATS: dict[str, type[Format]] = {it.method: it for it in (Awq, Gptq, CompressedTensors)}
+@dataclass(frozen=True)
+class Fp8(Format):
+    """FP8 with blocks, as DeepSeek's and Qwen's files have it.
+
+    ``weight`` is (N, K) float8_e4m3fn, and ``weight_scale_inv`` has a factor for each block of rows
+    and columns, or one in all.
+
+    Attributes:
+        block: the numbers of rows and columns of a block.
+        scale_dtype: of the file.
+        has_blocks: whether the file has a factor for each block.
+    """
+
+    method = "fp8"
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+    has_blocks: bool
+
+    @classmethod
+    def is_in(cls, stored: Stored) -> bool:
+        return "weight_scale_inv" in stored
+
+    @classmethod
+    def find(cls, stored: Stored, rows: int, columns: int, config: Any) -> Format:
+        require_layout(stored, "weight", torch.float8_e4m3fn, rows, columns)
+        scale = stored["weight_scale_inv"]
+        if scale.numel() == 1 and not config.weight_block_size:
+            return cls((rows, columns), scale.dtype, has_blocks=False)
+        height, width = config.weight_block_size
+        sizes = (-(-rows // height), -(-columns // width))
+        require_layout(stored, "weight_scale_inv", None, *sizes)
+        require(
+            cls.size_of_group(width, columns) is not None,
+            f"blocks and inputs must be multiples of 32, got {width} and {columns}",
+        )
+        return cls((height, width), scale.dtype, has_blocks=True)
+
+    @staticmethod
+    def size_of_group(width: int, columns: int) -> int | None:
+        """Return the largest group that divides a block's columns, and the layer's."""
+        sizes = (it for it in reversed(GROUP_SIZES) if width % it == 0 and columns % it == 0)
+        return next(sizes, None)
+
+    def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
+        weight = stored["weight"].view(torch.uint8)
+        rows, columns = weight.shape
+        scale = stored["weight_scale_inv"].to(compute_type(dtype))
+        if not self.has_blocks:
+            return Integers(weight, scale.reshape(1).repeat(rows))
+        height, width = self.block
+        size: Any = self.size_of_group(width, columns)
+        of_rows = scale.repeat_interleave(height, 0)[:rows]
+        of_groups = of_rows.repeat_interleave(width // size, 1)[:, : columns // size]
+        return Integers(weight, of_groups.contiguous())
+
+    def write(self, layer: FooPackedLinear) -> dict[str, Tensor]:
+        scale = layer.scale[0]
+        if self.has_blocks:
+            height, width = self.block
+            size: Any = layer.group_size
+            scale = layer.scale[::height, :: width // size]
+        return {
+            "weight": layer.weight.view(torch.float8_e4m3fn),
+            "weight_scale_inv": scale.to(self.scale_dtype).contiguous(),
+        }
+
+
+FORMATS: dict[str, type[Format]] = {it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8)}
+
+
+def is_float8(stored: Stored) -> bool:
+    return "weight" in stored and stored["weight"].dtype == torch.float8_e4m3fn
 
 
 # --------------------------------------------------------- what GPTQ and compressed-tensors share
@@ -426,11 +525,21 @@ def words_of_signed(integers: Tensor) -> Tensor:
     return (integers.contiguous().view(torch.uint8) ^ SIGN).view(torch.int32)
 
 
-def require_one_group(group_size: int, columns: int) -> None:
-    require(
-        group_size == columns,
-        f"with 8 bits a row must have one scale, got one for each {group_size} of {columns} inputs",
-    )
+def grouped_bytes(weight: Tensor, scale: Tensor, order: Tensor | None) -> Integers:
+    """Return weights of 8 bits (N, K), whose scales (N, G) are of groups or of whole rows."""
+    columns, groups = weight.shape[1], scale.shape[1]
+    if groups == 1:
+        return Integers(weight, scale.flatten())
+    size: Any = group_size_of(columns // groups)
+    scale = repeated(scale, columns // groups // size)
+    return Integers(weight if order is None else weight[:, order], scale, None, order)
+
+
+def scales_of_bytes(layer: FooPackedLinear, group_size: int) -> Tensor:
+    """Return the scales of a layer with 8 bits, in a file's groups."""
+    if layer.group_size is None:
+        return layer.scale.unsqueeze(1)
+    return layer.scale[:, :: group_size // layer.group_size]
 
 
 def grouped(

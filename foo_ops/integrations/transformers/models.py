@@ -136,8 +136,9 @@ def apply(
         packing: encoders whose attention is ours compute no padding behind the sequences of a
             batch: the tokens of all of them are one row, by `foo_ops.attention_varlen`. Hidden
             states of padding are zeros then; so None allows it for models that do not return them:
-            those of sentence-transformers, which pool them, and classifiers of sequences. Calls that need more of an encoder (hidden states of
-            all layers, other masks, training) are computed with padding.
+            those of sentence-transformers, which pool them, and classifiers of sequences. Calls
+            that need more of an encoder (hidden states of all layers, other masks, training) are
+            computed with padding.
         quantize: 8 or 4: linear layers and experts keep a copy of their weights in 8 or 4 bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
             in training. This is for decoding, whose time is that of reading weights. The weights

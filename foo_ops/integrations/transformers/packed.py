@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from foo_ops.integrations.transformers.quantized import quantized_product
 from foo_ops.integrations.transformers.replacement import can_multiply, has_hooks
+from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.linear_quantized import dequantize_weight
 
 logger = logging.get_logger(__name__)
@@ -24,8 +25,8 @@ class Integers(NamedTuple):
 
     Attributes:
         weight: (N, K / 2) uint8 with 4 bits, as `foo_ops.quantize_weight` packs them, or (N, K)
-            int8.
-        scale: (N, K / group_size), or (N,) with 8 bits.
+            int8, or uint8 with the bits of float8_e4m3fn.
+        scale: (N, K / group_size), or (N,) with 8 bits; for float8_e4m3fn float32 or float64.
         zero: of scale's shape with 4 bits, None with 8.
         order: (K,) int64, the inputs in the order of weight's columns; None if that is their own.
     """
@@ -82,6 +83,11 @@ class FooPackedLinear(nn.Linear):
         return 8 if self.zero is None else 4
 
     @property
+    def is_float(self) -> bool:
+        """Whether weights are float8_e4m3fn."""
+        return self.zero is None and self.weight.dtype == torch.uint8
+
+    @property
     def group_size(self) -> int | None:
         """Weights that share a scale and a zero; None for those of a whole row."""
         return None if self.scale.dim() == 1 else self.in_features // self.scale.shape[1]
@@ -90,10 +96,15 @@ class FooPackedLinear(nn.Linear):
         if self.order is not None:
             input = input.index_select(-1, self.order)
         dtype = input.dtype
-        if dtype is not self.scale.dtype and not torch.is_autocast_enabled(input.device.type):
+        if not self.takes(dtype) and not torch.is_autocast_enabled(input.device.type):
             input = input.to(self.scale.dtype)
         output = quantized_product(input, self.weight, self.scale, self.zero, self.bias)
         return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether inputs of a dtype are multiplied as they are."""
+        scale = self.scale.dtype
+        return compute_type(dtype) is scale if self.is_float else dtype is scale
 
     @property
     def names_to_join(self) -> tuple[str, ...] | None:
@@ -102,7 +113,12 @@ class FooPackedLinear(nn.Linear):
 
     def joins(self, input: Tensor) -> bool:
         """Whether a call multiplies by these buffers and adds the bias, and does nothing else."""
-        return not has_hooks(self) and can_multiply(input, self.scale, self.bias)
+        of_dtype = () if self.is_float else (self.scale,)
+        return (
+            not has_hooks(self)
+            and self.takes(input.dtype)
+            and can_multiply(input, *of_dtype, self.bias)
+        )
 
     def train(self, mode: bool = True) -> Any:
         if mode and not self.training:

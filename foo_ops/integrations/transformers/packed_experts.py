@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from foo_ops.integrations.transformers.experts import (
@@ -100,8 +99,7 @@ class FooPackedExperts(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        integers: Any = self._buffers[self.parts[0].weight]
-        bits = 8 if integers.dtype == torch.int8 else 4
+        bits = 8 if self._buffers[f"{self.parts[0].weight}_zero"] is None else 4
         return f"{self.num_experts} experts, {bits} bits"
 
 

@@ -348,7 +348,10 @@ def quantized_product(
 ) -> Tensor:
     """Multiply by weights of 8 bits, or of 4 bits if there are zeros."""
     if zero is None:
-        return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
+        of_bytes = (
+            torch.ops.foo.linear_int8 if weight.dtype == torch.int8 else torch.ops.foo.linear_fp8
+        )
+        return of_bytes.default(input, weight, scale, bias)
     group_size = 2 * weight.shape[1] // scale.shape[1]
     return torch.ops.foo.linear_int4.default(
         input, weight, scale, zero, bias, group_size=group_size

@@ -53,24 +53,6 @@ struct Layer {
     multiply_all(products, rows.scalar_type());
     return output;
   }
-
-  // Returns the activated rows, if the kernel of `linear_silu_mul` can compute them: it applies the
-  // gate to sums, and no projections are in memory.
-  std::optional<Tensor> project_and_activate(const Tensor& rows, const Routing& routing,
-                                             const GateOptions& options) const {
-    if (!is_silu_mul(options) || bias.has_value() || lies_transposed(matrices)) return std::nullopt;
-    const Tensor activated = make_projections(rows, matrices.size(1) / 2, routing);
-    const GroupMatrices groups(matrices);
-    std::vector<Product> products;
-    add_forward(products, activated, rows, groups, bias, routing.starts);
-    for (Product& product : products) {
-      const int64_t half = product.columns * product.right_column_stride * rows.itemsize();
-      product.second = static_cast<const char*>(product.right) + half;
-    }
-    if (!are_ours(products, rows.scalar_type(), Finish::kSiluMul)) return std::nullopt;
-    multiply_all(products, rows.scalar_type(), Finish::kSiluMul);
-    return activated;
-  }
 };
 
 struct QuantizedLayer {
@@ -84,11 +66,6 @@ struct QuantizedLayer {
     if (!calls.empty()) run_all(calls);
     return output;
   }
-
-  std::optional<Tensor> project_and_activate(const Tensor&, const Routing&,
-                                             const GateOptions&) const {
-    return std::nullopt;
-  }
 };
 
 Tensor in_compute_type(const Tensor& weight, const Tensor& hidden) {
@@ -97,34 +74,16 @@ Tensor in_compute_type(const Tensor& weight, const Tensor& hidden) {
 
 using Trained = std::tuple<Tensor, Tensor>;
 
-// Returns the output, and the projections if they are kept, for a backward pass.
+// Returns the output, and the projections, which a backward pass needs.
 template <class AnyLayer>
 Trained run(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight,
-            int64_t experts, const AnyLayer& up, const AnyLayer& down, const GateOptions& options,
-            bool keeps_projections) {
+            int64_t experts, const AnyLayer& up, const AnyLayer& down, const GateOptions& options) {
   const Routing routing = route(expert_index, experts);
   const int64_t tokens = hidden.size(0), top_k = expert_index.size(1);
-  const Tensor rows = gather(hidden, routing, top_k);
-  Tensor projected;
-  std::optional<Tensor> activated;
-  if (!keeps_projections) activated = up.project_and_activate(rows, routing, options);
-  if (!activated.has_value()) {
-    projected = up.project(rows, routing);
-    activated = activate(projected, options);
-  }
-  const Tensor results = down.project(*activated, routing);
+  const Tensor projected = up.project(gather(hidden, routing, top_k), routing);
+  const Tensor results = down.project(activate(projected, options), routing);
   const Tensor weight = in_compute_type(expert_weight, hidden);
   return {combine(results, routing, tokens, top_k, weight), projected};
-}
-
-Trained run_experts(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight,
-                    const Tensor& gate_up, const Tensor& down, const OptionalTensor& gate_up_bias,
-                    const OptionalTensor& down_bias, const GateOptions& options,
-                    bool keeps_projections) {
-  check_moe_experts(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias,
-                    options.activation, options.is_gated, options.alpha, options.limit);
-  return run(hidden, expert_index, expert_weight, gate_up.size(0), Layer{gate_up, gate_up_bias},
-             Layer{down, down_bias}, options, keeps_projections);
 }
 
 Trained moe_experts_training(const Tensor& hidden, const Tensor& expert_index,
@@ -132,9 +91,11 @@ Trained moe_experts_training(const Tensor& hidden, const Tensor& expert_index,
                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                              std::string_view activation, bool is_gated, bool is_interleaved,
                              double alpha, std::optional<double> limit, double up_offset) {
-  return run_experts(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias,
-                     {activation, is_gated, is_interleaved, alpha, limit, up_offset},
-                     /*keeps_projections=*/true);
+  check_moe_experts(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias, down_bias,
+                    activation, is_gated, alpha, limit);
+  return run(hidden, expert_index, expert_weight, gate_up.size(0), Layer{gate_up, gate_up_bias},
+             Layer{down, down_bias},
+             {activation, is_gated, is_interleaved, alpha, limit, up_offset});
 }
 
 Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tensor& expert_weight,
@@ -142,10 +103,9 @@ Tensor moe_experts(const Tensor& hidden, const Tensor& expert_index, const Tenso
                    const OptionalTensor& down_bias, std::string_view activation, bool is_gated,
                    bool is_interleaved, double alpha, std::optional<double> limit,
                    double up_offset) {
-  return std::get<0>(run_experts(hidden, expert_index, expert_weight, gate_up, down, gate_up_bias,
-                                 down_bias,
-                                 {activation, is_gated, is_interleaved, alpha, limit, up_offset},
-                                 /*keeps_projections=*/false));
+  return std::get<0>(moe_experts_training(hidden, expert_index, expert_weight, gate_up, down,
+                                          gate_up_bias, down_bias, activation, is_gated,
+                                          is_interleaved, alpha, limit, up_offset));
 }
 
 // Returns the number of steps that share a scale, or 0 for one scale per row.
@@ -174,8 +134,7 @@ Tensor moe_experts_quantized(const Tensor& hidden, const Tensor& expert_index,
       run(hidden, expert_index, expert_weight, gate_up.size(0),
           QuantizedLayer{weights(gate_up, gate_up_scale, gate_up_zero), gate_up_bias},
           QuantizedLayer{weights(down, down_scale, down_zero), down_bias},
-          {activation, is_gated, is_interleaved, alpha, limit, up_offset},
-          /*keeps_projections=*/false));
+          {activation, is_gated, is_interleaved, alpha, limit, up_offset}));
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

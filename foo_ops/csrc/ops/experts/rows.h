@@ -97,12 +97,6 @@ struct GateOptions {
   double up_offset;
 };
 
-// Whether the gate is silu(gate) * up, of a row's halves.
-inline bool is_silu_mul(const GateOptions& options) {
-  return options.activation == "silu" && options.is_gated && !options.is_interleaved &&
-         options.alpha == 1.0 && !options.limit.has_value() && options.up_offset == 0.0;
-}
-
 // Raises unless the activation is known and the numbers are in range.
 void check_gate(const char* name, const GateOptions& options);
 

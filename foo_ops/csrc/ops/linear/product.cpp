@@ -2,7 +2,6 @@
 
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <memory>
@@ -138,29 +137,22 @@ int64_t most_rows_without_packing(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 2 * kFewRows : kFewRows;
 }
 
-bool is_ours(const Product& product, at::ScalarType dtype, Finish finish) {
-  return product.rows <= most_rows_without_packing(dtype) ||
-         !is_quicker_by_torch(product, dtype, finish);
-}
-
 // Returns how to compute a product that is cut into at least `least` blocks.
-ProductCall<Product> call_of(const Product& product, at::ScalarType dtype, Finish finish,
-                             int64_t least) {
+ProductCall<Product> call_of(const Product& product, at::ScalarType dtype, int64_t least) {
   const int64_t most = most_rows_without_packing(dtype);
-  const bool is_single = product.second == nullptr;
   for (const Product& either : {product, transposed(product)}) {
-    if (has_few_rows(either, dtype, most) && (is_single || !either.is_transposed)) {
-      auto* const kernel = few_rows_kernels()[finish].get<ProductFunction>(dtype);
+    if (has_few_rows(either, dtype, most)) {
+      auto* const kernel = few_rows_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
       return {either, kernel, cut_of_few_rows(either, least)};
     }
   }
-  if (is_single && has_few_rows_of_adjacent_columns(product)) {
+  if (has_few_rows_of_adjacent_columns(product)) {
     auto* const kernel = adjacent_columns_kernel().get<ProductFunction>(dtype);
     return {product, kernel, cut_of_few_rows(product, least)};
   }
   const Product chosen = cheaper_to_pack(product, dtype);
-  auto* const kernel = product_kernels()[finish].get<ProductFunction>(dtype);
-  return {chosen, kernel, cut_of_blocks(chosen, dtype, is_single ? 1 : 2, least)};
+  auto* const kernel = product_kernels()[Finish::kNothing].get<ProductFunction>(dtype);
+  return {chosen, kernel, cut_of_blocks(chosen, dtype, 1, least)};
 }
 
 }  // namespace
@@ -227,25 +219,21 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
   }
 }
 
-bool are_ours(const std::vector<Product>& products, at::ScalarType dtype, Finish finish) {
-  return std::all_of(products.begin(), products.end(),
-                     [&](const Product& product) { return is_ours(product, dtype, finish); });
-}
-
-void multiply_all(const std::vector<Product>& products, at::ScalarType dtype, Finish finish) {
+void multiply_all(const std::vector<Product>& products, at::ScalarType dtype) {
   double work = 0;
   for (const Product& product : products) work += work_of(product);
   std::vector<ProductCall<Product>> calls;
   std::vector<Product> by_torch;
   for (const Product& product : products) {
     if (product.rows == 0 || product.columns == 0) continue;
-    if (finish == Finish::kNothing && !is_ours(product, dtype, finish)) {
-      by_torch.push_back(product);
-      continue;
-    }
     const double share = work > 0 ? work_of(product) / work : 1.0;
     const auto least = static_cast<int64_t>(std::ceil(share * least_blocks()));
-    calls.push_back(call_of(product, dtype, finish, least));
+    const bool is_few = product.rows <= most_rows_without_packing(dtype);
+    if (!is_few && is_quicker_by_torch(product, dtype, Finish::kNothing)) {
+      by_torch.push_back(product);
+    } else {
+      calls.push_back(call_of(product, dtype, least));
+    }
   }
   if (!calls.empty()) run_all(calls);
   if (!by_torch.empty()) multiply_all_by_torch(by_torch, dtype);

@@ -119,12 +119,8 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
               const std::optional<at::Tensor>& bias = std::nullopt,
               Finish finish = Finish::kNothing, const void* second = nullptr);
 
-// Computes independent products of one dtype in one parallel loop. Those with an epilogue must be
-// ours.
-void multiply_all(const std::vector<Product>& products, at::ScalarType dtype,
-                  Finish finish = Finish::kNothing);
-// Whether PyTorch is not quicker for any of them.
-bool are_ours(const std::vector<Product>& products, at::ScalarType dtype, Finish finish);
+// Computes independent products of one dtype, without epilogues, in one parallel loop.
+void multiply_all(const std::vector<Product>& products, at::ScalarType dtype);
 
 // Adds left right^T to contiguous sums in the compute type.
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right);
