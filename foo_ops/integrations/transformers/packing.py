@@ -129,7 +129,7 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
     """Write a model with weights of 4 or 8 bits as compressed-tensors does.
 
     `from_pretrained` reads it back without rounding, as other programs do that know the formats
-    ``pack-quantized`` and ``int-quantized``.
+    ``pack-quantized``, ``int-quantized`` and ``float-quantized``.
 
     Args:
         model: after ``apply(model, quantize=4, keep_weights=False)``, or loaded from a checkpoint
