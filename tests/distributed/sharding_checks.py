@@ -147,6 +147,8 @@ def products():
     of_groups = foo_ops.quantize_weight(randn(10, 128), 8, group_size=32)
     int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
     mxfp4 = foo_ops.quantize_mxfp4(randn(10, 128))
+    codes = randn(10, 128).to(torch.float8_e4m3fn).view(torch.uint8)
+    of_rows, of_blocks = randn(10), randn(10, 2)
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
@@ -157,6 +159,12 @@ def products():
         "linear_int8 of groups without bias": (
             foo_ops.linear_int8,
             [randn(4, 6, 128), *of_groups],
+        ),
+        "linear_fp8": (foo_ops.linear_fp8, [randn(4, 6, 128), codes, of_blocks, randn(10)]),
+        "linear_fp8 without bias": (foo_ops.linear_fp8, [randn(4, 6, 128), codes, of_rows]),
+        "linear_fp8 of groups without bias": (
+            foo_ops.linear_fp8,
+            [randn(4, 6, 128), codes, of_blocks],
         ),
         "linear_int4": (linear_int4, [randn(4, 6, 128), *int4, randn(10)]),
         "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),

@@ -47,6 +47,9 @@ CALLS = {
     "linear_activation": lambda x: foo_ops.linear(x, weights(x.device)[0], activation="silu"),
     "linear_silu_mul": with_weights(ops.linear_silu_mul.default),
     "linear_int8": with_quantized(ops.linear_int8.default, 8),
+    "linear_fp8": lambda x: foo_ops.linear_fp8(
+        x, weights(x.device)[0].to(torch.float8_e4m3fn), torch.linspace(1, 2, N).to(x)
+    ),
     "linear_int4": with_quantized(ops.linear_int4.default, 4, 32),
     "linear_mxfp4": lambda x: foo_ops.linear_mxfp4(
         x, *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0]))

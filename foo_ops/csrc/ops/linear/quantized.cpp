@@ -184,9 +184,11 @@ ProductCall<QuantizedProduct> quantized_call(const Product& product,
 
 namespace {
 
-// Checks all but the scale's dtype.
+// `check_scale` checks the device and dtype of the scale.
+template <class CheckScale>
 void check_8bit(const char* name, const at::Tensor& input, const at::Tensor& weight,
-                at::ScalarType dtype, const at::Tensor& scale, const OptionalTensor& bias) {
+                at::ScalarType dtype, const at::Tensor& scale, const OptionalTensor& bias,
+                CheckScale check_scale) {
   check_dtype(name, "input", input);
   check_rows(name, "input", input);
   check_weight(name, weight, dtype, "(N, K)", input);
@@ -194,6 +196,7 @@ void check_8bit(const char* name, const at::Tensor& input, const at::Tensor& wei
   TORCH_CHECK_VALUE(scale.dim() == 1 || scale.dim() == 2, name,
                     ": scale must have 1 dimension (N) or 2 (N, K / group_size), got ",
                     scale.dim());
+  check_scale(name, "scale", scale, "input", input);
   if (scale.dim() == 2) {
     check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
     check_groups(name, "scale", scale.sym_size(1), weight.sym_size(1), "columns of weight");
@@ -208,16 +211,12 @@ void check_8bit(const char* name, const at::Tensor& input, const at::Tensor& wei
 
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const OptionalTensor& bias) {
-  const char* const name = "linear_int8";
-  check_8bit(name, input, weight, at::kChar, scale, bias);
-  check_like(name, "scale", scale, "input", input);
+  check_8bit("linear_int8", input, weight, at::kChar, scale, bias, check_like);
 }
 
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                       const OptionalTensor& bias) {
-  const char* const name = "linear_fp8";
-  check_8bit(name, input, weight, at::kByte, scale, bias);
-  check_wide_scale(name, "scale", scale, "input", input);
+  check_8bit("linear_fp8", input, weight, at::kByte, scale, bias, check_wide_scale);
 }
 
 void check_wide_scale(const char* name, const char* argument, const at::Tensor& scale,
