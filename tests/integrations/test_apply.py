@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from support.transformer_models import GROUPED, build, decoder, tokens
+from support.transformer_models import GROUPED, SIZES, build, decoder, tokens
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
@@ -17,6 +17,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from foo_ops.integrations.transformers import apply, replaced, restore
+from foo_ops.integrations.transformers.replacement import Replacement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +44,30 @@ def test_parameters_stay():
     assert all(parameters[name] is it for name, it in model.named_parameters())
     assert list(model.state_dict()) == list(state)
     assert not any(name for name, _ in model.named_buffers() if name in state)
+
+
+METHODS = {"forward", "train", "_apply", "_load_from_state_dict"}
+"""What replacements override of torch.nn.Module, each by a method that calls the original."""
+
+
+def test_replacements_hide_no_attribute_of_modules():
+    waiting, hidden = [Replacement], {}
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        own = (name for it in kind.__mro__ if it is not object for name in vars(it))
+        public = {name for name in own if not name.startswith("__")}
+        hidden[kind.__name__] = public & set(dir(nn.Module)) - METHODS
+    assert {name: it for name, it in hidden.items() if it} == {}
+
+
+@pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.BertConfig])
+def test_parts_have_the_methods_of_modules(config):
+    model = transformers.AutoModel.from_config(config(**SIZES))
+    expected = [[k for k, _ in it.named_parameters()] for it in model.modules()]
+    ours = apply(model).modules()
+    assert [[k for k, _ in it.named_parameters()] for it in ours] == expected
+    assert all(list(it.parameters()) or not it._parameters for it in model.modules())
 
 
 def test_classes_stay():

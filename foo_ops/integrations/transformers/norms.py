@@ -46,7 +46,7 @@ def is_norm(module: nn.Module, replacement: type[FooNorm]) -> bool:
     weight = given.get("weight")
     if weight is None or weight.dim() != 1 or eps is None:
         return False
-    if not given.keys() <= set(replacement.parameters) or module._modules or module._buffers:
+    if not given.keys() <= set(replacement.parameter_names) or module._modules or module._buffers:
         return False
     if any(it is not None and it.shape != weight.shape for it in given.values()):
         return False
@@ -105,14 +105,14 @@ class FooNorm(Replacement):
     Attributes:
         keeps_order: whether results have the memory order of their inputs, and are not always
             contiguous.
-        parameters: names of the module's parameters.
+        parameter_names: names of the module's parameters.
         operator: the operator of the norm.
         sum_operator: the operator of a sum and its norm.
         composite: the norm by torch's operators.
     """
 
     keeps_order: ClassVar[bool]
-    parameters: ClassVar[tuple[str, ...]]
+    parameter_names: ClassVar[tuple[str, ...]]
     operator: ClassVar[Any]
     sum_operator: ClassVar[Any]
     composite: ClassVar[Callable[..., Tensor]]
@@ -131,14 +131,14 @@ class FooNorm(Replacement):
     def exact(cls, input: Tensor, parameters: Mapping[str, Tensor | None], eps: Any) -> Tensor:
         """Compute the norm in float64."""
         wide = {name: None if it is None else it.double() for name, it in parameters.items()}
-        arguments = cls.arguments(*map(wide.get, cls.parameters))  # type: ignore[arg-type]
+        arguments = cls.arguments(*map(wide.get, cls.parameter_names))  # type: ignore[arg-type]
         return cls.composite(input.double(), *arguments, eps=eps)
 
     def given(self) -> list[Any]:
         """Return the parameters."""
         own = self._parameters
         # Attribute lookup is slow, and only needed under a parametrization.
-        return [own[it] if it in own else getattr(self, it, None) for it in self.parameters]
+        return [own[it] if it in own else getattr(self, it, None) for it in self.parameter_names]
 
     def forward(self, hidden_states: Tensor) -> Any:
         given = self.given()
@@ -158,7 +158,7 @@ class FooRMSNorm(FooNorm):
     """Replaces norms such as those of Llama and gpt-oss."""
 
     keeps_order = True
-    parameters = ("weight",)
+    parameter_names = ("weight",)
     operator = torch.ops.foo.rms_norm
     sum_operator = torch.ops.foo.add_rms_norm
     composite = staticmethod(rms_norm_composite)
@@ -182,7 +182,7 @@ class FooLayerNorm(FooNorm):
     """Replaces `torch.nn.LayerNorm`."""
 
     keeps_order = False
-    parameters = ("weight", "bias")
+    parameter_names = ("weight", "bias")
     operator = torch.ops.foo.layer_norm
     sum_operator = torch.ops.foo.add_layer_norm
     composite = staticmethod(layer_norm_composite)
