@@ -148,7 +148,7 @@ def products():
     int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
     mxfp4 = foo_ops.quantize_mxfp4(randn(10, 128))
     codes = randn(10, 128).to(torch.float8_e4m3fn).view(torch.uint8)
-    of_rows, of_blocks = randn(10), randn(10, 2)
+    of_rows, of_blocks = randn(10), randn(10, 4)
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
