@@ -162,18 +162,19 @@ def emit_numbers_of_bytes(
     """Convert vectors of int8 or float8_e4m3fn to a floating-point type."""
     if dtype == "int8":
         return builder.sitofp(bytes_, result)
-    # As float16, with one bit of exponent more in front: 2^-8 times the number.
-    short = shaped(INT16, bytes_.type)
-    wide = builder.zext(bytes_, short)
-    magnitude = builder.and_(wide, constant_of(short, 0x7F))
-    sign = builder.shl(builder.and_(wide, constant_of(short, 0x80)), constant_of(short, 8))
-    shifted = builder.or_(builder.shl(magnitude, constant_of(short, 7)), sign)
-    is_nan = builder.icmp_unsigned("==", magnitude, constant_of(short, 0x7F))
-    half = builder.select(is_nan, constant_of(short, 0x7E00), shifted)
-    number = widen(builder, "float16", builder.bitcast(half, shaped(HALF, bytes_.type)))
-    if shaped(DOUBLE, bytes_.type) == result:
-        number = builder.fpext(number, result)
-    return builder.fmul(number, constant_of(result, 256.0))
+    wide, single = shaped(INT32, bytes_.type), shaped(FLOAT, bytes_.type)
+    code = builder.zext(bytes_, wide)
+    magnitude = builder.and_(code, constant_of(wide, 0x7F))
+    # The exponents of float32 are 120 larger.
+    bits = builder.add(builder.shl(magnitude, constant_of(wide, 20)), constant_of(wide, 120 << 23))
+    multiple = builder.fmul(builder.sitofp(magnitude, single), constant_of(single, 2.0**-9))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, constant_of(wide, 8))
+    number = builder.select(is_subnormal, multiple, builder.bitcast(bits, single))
+    is_nan = builder.icmp_unsigned("==", magnitude, constant_of(wide, 0x7F))
+    number = builder.select(is_nan, constant_of(single, math.nan), number)
+    sign = builder.shl(builder.and_(code, constant_of(wide, 0x80)), constant_of(wide, 24))
+    number = builder.bitcast(builder.xor(builder.bitcast(number, wide), sign), single)
+    return number if result == single else builder.fpext(number, result)
 
 
 def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
