@@ -264,7 +264,7 @@ def linear_table(
                 NONE if one_thread else f"{linear_target(result):.2f}",
                 scaling(result, one_thread) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
-                spread(speedups(result, "torch")),
+                spread(speedups(result, "torch")) if "torch" in result.seconds else NONE,
                 judgement(content, result, linear_verdict(result, one_thread)),
             ]
         )

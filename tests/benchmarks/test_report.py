@@ -388,3 +388,17 @@ def test_pages_and_images(monkeypatch, tmp_path, content):
     assert "](images/attention_speed_64.png)" in places.index.read_text()
     for page in (places.readme, places.index):
         assert "| attention | " in page.read_text()
+
+
+def test_layers_that_torch_does_not_have():
+    """PyTorch has no product with 8-bit integers in groups."""
+    times = {"foo": [1e-3] * 3, "F.linear": [2e-3] * 3}
+    row = Result(
+        *("quantized linear of one row", "int8 in groups of 32, float32, 1 x 4096 x 4096", 1),
+        *(1e7, False, times, {peaks.READ: [2e10] * 3}),
+    )
+    content = results_file.Content("2026-01-01", "default", {}, [row])
+    header, cells = report.table_of(content, row.section, [row])
+    found = dict(zip(header, cells))
+    assert (found["foo"], found["torch"], found["F.linear"]) == ("10.0", "-", "5.00")
+    assert found["foo / torch"] == "-"
