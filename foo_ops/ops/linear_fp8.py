@@ -18,6 +18,8 @@ from foo_ops.ops.linear_quantized import (
     flops,
     grad_of_input,
     grad_of_weight,
+    groups_of,
+    in_groups,
     rows_of,
     setup_context,
 )
@@ -74,16 +76,8 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
 
 def dequantize_fp8(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the numbers, (N, K), in the dtype of scale."""
-    numbers = in_groups(numbers_of(weight).to(scale.dtype), scale)
+    numbers = in_groups(numbers_of(weight).to(scale.dtype), groups_of(scale))
     return (numbers * scale.unsqueeze(-1)).flatten(1)
-
-
-def in_groups(numbers: Tensor, scale: Tensor) -> Tensor:
-    """Return numbers (N, K) as (N, groups, group_size), if a row has several scales."""
-    if scale.dim() == 1:
-        return numbers
-    rows, groups = scale.shape
-    return numbers.reshape(rows, groups, numbers.shape[1] // torch.sym_max(groups, 1))
 
 
 def numbers_of(codes: Tensor) -> Tensor:
@@ -116,7 +110,7 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input = grad_of_input(grad_output, dequantize, weight, scale)
     if needs_scale:
         terms = grad_of_weight(grad_output, input).to(scale.dtype) * numbers_of(weight)
-        grad_scale = in_groups(terms, scale).sum(-1)
+        grad_scale = in_groups(terms, groups_of(scale)).sum(-1)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
     return grad_input, None, grad_scale, grad_bias

@@ -97,7 +97,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
         tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
     """
     _check_quantized(weight, scale, zero)
-    integers = unpack_integers(weight, scale.shape[1] if scale.dim() == 2 else None)
+    integers = unpack_integers(weight, groups_of(scale))
     wide = integers.to(torch.promote_types(scale.dtype, torch.float32))
     if zero is not None:
         wide = wide - zero.unsqueeze(-1)
@@ -110,11 +110,21 @@ def pack_integers(integers: Tensor) -> Tensor:
     return (lower | upper << 4).flatten(1)
 
 
+def groups_of(scale: Tensor) -> int | None:
+    """Return how many scales a row has, (N, groups), or None for one, (N,)."""
+    return scale.shape[1] if scale.dim() == 2 else None
+
+
+def in_groups(columns: Tensor, groups: int | None) -> Tensor:
+    """Return (N, K) as (N, groups, K / groups), or as it is without groups."""
+    if groups is None:
+        return columns
+    return columns.reshape(columns.shape[0], groups, columns.shape[1] // torch.sym_max(groups, 1))
+
+
 def unpack_integers(weight: Tensor, groups: int | None) -> Tensor:
     """Return integers of 8 or 4 bits as (N, groups, group_size), or (N, K) without groups."""
-    if groups is None:
-        return weight
-    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // torch.sym_max(groups, 1))
+    pairs = in_groups(weight, groups)
     if weight.dtype == torch.int8:
         return pairs
     # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
@@ -474,7 +484,7 @@ def grads_of_scales(
     Args:
         grad: the gradient, (N, K), of the dequantized weight.
     """
-    integers = unpack_integers(weight, scale.shape[1] if scale.dim() == 2 else None)
+    integers = unpack_integers(weight, groups_of(scale))
     grad = grad.reshape(integers.shape)
     if zero is None:
         return ((grad * integers).sum(-1).to(scale.dtype),)

@@ -47,14 +47,14 @@ def test_parameters_stay():
 
 
 METHODS = {"forward", "train", "_apply", "_load_from_state_dict"}
-"""What replacements override of torch.nn.Module, each by a method that calls the original."""
+"""Methods of torch.nn.Module that replacements override; each calls the original."""
 
 
 def test_replacements_hide_no_attribute_of_modules():
     waiting, hidden = [Replacement], {}
     while waiting:
         kind = waiting.pop()
-        # Those of modules are made when they are replaced.
+        # Subclasses that are modules, too, are made by replacing one.
         waiting += [it for it in kind.__subclasses__() if not issubclass(it, nn.Module)]
         own = (name for it in kind.__mro__ if it is not object for name in vars(it))
         public = {name for name in own if not name.startswith("__")}

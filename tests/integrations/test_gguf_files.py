@@ -261,7 +261,7 @@ import accelerate, gguf, torch
 from foo_ops.integrations.transformers import apply
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-# What is imported does not depend on the size of a model.
+# Imports do not depend on the size of a model.
 sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
 apply(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
 

@@ -150,7 +150,7 @@ KINDS = {
     "fp8, parts of blocks": fp8_files([48, 96]),
     "fp8, one scale": fp8_files(None),
 }
-"""What makes a layer, and what config.json says of it."""
+"""A function that makes a layer, and the description in config.json, by kind."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -279,7 +279,7 @@ def test_layers_are_buffers(checkpoint):
     ],
 )
 def test_groups_that_the_kernels_do_not_have(kind, make_layer, options):
-    """Those of 96 are three of 32."""
+    """A group of 96 becomes three of 32."""
     torch.manual_seed(0)
     stored, weight = make_layer(24, 192, 96, **options)
     config = SimpleNamespace(bits=4, format="gemm" if kind is Awq else "gptq", to_dict=dict)

@@ -70,7 +70,7 @@ inline constexpr size_t kLargeResult = 2 * kHugePage;
 c10::DataPtr allocate_result(size_t bytes);
 
 struct ResultMemoryFigures {
-  // Of freed results, and their limit: FOO_RESULT_MEMORY, or a 16th of the machine's memory.
+  // Bytes of freed results that wait, and their limit: FOO_RESULT_MEMORY, or a 16th of all memory.
   size_t waiting_bytes, most_waiting_bytes;
 };
 ResultMemoryFigures result_memory_figures();
