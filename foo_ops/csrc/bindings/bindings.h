@@ -20,6 +20,9 @@ namespace graphs {
 // Binds functions for graphs that torch's own classes lack.
 void bind_graphs(pybind11::module_& module);
 
+// Binds programs of recorded calls, and snapshots of the objects that they depend on.
+void bind_programs(pybind11::module_& module);
+
 }  // namespace graphs
 
 namespace sanitizer {

@@ -186,7 +186,7 @@ class Memory:
     Attributes:
         tensors: the keys and the values, (B, H, room, D).
         shown: aliases of the tensors, of which views are returned.
-        latest: the views that were returned last, from which a layer continues.
+        last_keys, last_values: the views that were returned last, from which a layer continues.
         end: how many positions were written.
         positions: (B,), buffer for ``end``, which the operator reads from a tensor.
     """
@@ -201,14 +201,14 @@ class Memory:
                 tensor.narrow(2, 0, end).copy_(old)
         # Autograd would count writes behind a view as changes of it; not so with `data`.
         self.shown = tuple(it.data for it in self.tensors)
-        self.latest: Sequence[Tensor | None] = tuple(held)
+        self.last_keys, self.last_values = held if held else (None, None)
         self.room, self.end = room, end
         self.positions = torch.empty(len(given[0]), dtype=torch.int64, device=given[0].device)
         self.is_inference = torch.is_inference_mode_enabled()
 
     def is_latest(self, held: Sequence[Tensor]) -> bool:
         # Written out, since it runs for each token in each layer.
-        return held[0] is self.latest[0] and held[1] is self.latest[1]
+        return held[0] is self.last_keys and held[1] is self.last_values
 
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
         """Whether a layer holds the latest views, and the given tensors fit behind them."""
@@ -226,9 +226,10 @@ class Memory:
         if self.is_latest(held):
             return
         is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
-        self.latest = (None, None)
+        self.last_keys = self.last_values = None
         if is_own and all(holders_of(it) == 3 for it in self.tensors):
-            self.latest, self.end = held, held[0].shape[2]
+            self.last_keys, self.last_values = held
+            self.end = held[0].shape[2]
 
     def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Append the given keys and values; return all."""
@@ -236,8 +237,8 @@ class Memory:
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.end += given[0].shape[2]
         keys, values = self.shown
-        self.latest = parts = keys.narrow(2, 0, self.end), values.narrow(2, 0, self.end)
-        return parts
+        self.last_keys, self.last_values = keys.narrow(2, 0, self.end), values.narrow(2, 0, self.end)
+        return self.last_keys, self.last_values
 
 
 def holders_of(tensor: Tensor) -> int:

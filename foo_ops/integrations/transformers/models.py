@@ -19,6 +19,7 @@ from foo_ops.integrations.transformers.attention_layers import (
     looks_up,
     own_function,
 )
+from foo_ops.integrations.transformers.decode_graph import FooDecoder, use_graphs
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
@@ -79,6 +80,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "fused_loss": (FooLanguageModel,),
     "layer_norm": LAYER_NORMS,
     "packing": (FooEncoder,),
+    "decode": (FooDecoder,),
 }
 """The classes that `replaced` counts."""
 
@@ -97,6 +99,7 @@ def apply(
     fused_loss: bool = True,
     cache: bool | int = True,
     packing: bool | None = None,
+    decode: bool = True,
     quantize: int | None = None,
     keep_weights: bool = True,
 ) -> Model:
@@ -199,6 +202,8 @@ def apply(
             use_foo_loss(part)
         if fused_loss:
             use_fused_loss(part)
+        if decode:
+            use_graphs(part)
         if cache and part.base_model is part and foo_cache.takes_cache(part):
             foo_cache.install(part, cache_bits)
     return model

@@ -1,0 +1,243 @@
+// Binds programs of recorded calls, and snapshots of the Python objects that these depend on.
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "graphs/program.h"
+
+namespace py = pybind11;
+
+namespace foo::graphs {
+namespace {
+
+bool has_parts_that_change(const py::handle& value) {
+  if (py::isinstance<Register>(value) || py::isinstance<Number>(value)) return true;
+  if (!py::isinstance<py::list>(value) && !py::isinstance<py::tuple>(value)) return false;
+  for (const py::handle each : py::reinterpret_borrow<py::sequence>(value)) {
+    if (has_parts_that_change(each)) return true;
+  }
+  return false;
+}
+
+c10::TypePtr without_optional(const c10::TypePtr& type) {
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional == nullptr ? type : optional->getElementType();
+}
+
+// Lists of symbolic integers hold plain ones.
+c10::TypePtr element_type_of(const c10::TypePtr& list) {
+  const c10::TypePtr type = list->expectRef<c10::ListType>().getElementType();
+  return type->kind() == c10::TypeKind::SymIntType ? c10::IntType::get() : type;
+}
+
+Argument read_argument(const py::handle& value, const c10::TypePtr& type) {
+  const c10::TypePtr inner = without_optional(type);
+  if (py::isinstance<Register>(value)) return {value.cast<Register>(), nullptr};
+  if (py::isinstance<Number>(value)) {
+    const auto number = value.cast<Number>();
+    if (inner->kind() == c10::TypeKind::TensorType) return {NumberAsTensor{number}, nullptr};
+    return {number, nullptr};
+  }
+  if (has_parts_that_change(value)) {
+    const c10::TypePtr element = element_type_of(inner);
+    std::vector<Argument> elements;
+    for (const py::handle each : py::reinterpret_borrow<py::sequence>(value)) {
+      elements.push_back(read_argument(each, element));
+    }
+    return {std::move(elements), element};
+  }
+  const torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
+  return {torch::jit::toIValue(value, type), nullptr};
+}
+
+std::vector<Argument> read_arguments(const c10::FunctionSchema& schema, const py::tuple& given,
+                                     const py::dict& named) {
+  std::vector<Argument> arguments;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::Argument& parameter = schema.arguments()[i];
+    if (i < given.size()) {
+      arguments.push_back(read_argument(given[i], parameter.real_type()));
+    } else if (named.contains(parameter.name())) {
+      arguments.push_back(read_argument(named[parameter.name().c_str()], parameter.real_type()));
+    } else {
+      arguments.push_back({parameter.default_value().value_or(c10::IValue()), nullptr});
+    }
+  }
+  return arguments;
+}
+
+// None, a register, a list of indices of registers, or any other value that is expected.
+Result read_result(const py::handle& value, const c10::TypePtr& type) {
+  if (value.is_none()) return std::monostate();
+  if (py::isinstance<Register>(value)) return value.cast<Register>();
+  if (py::isinstance<py::list>(value)) return value.cast<std::vector<int64_t>>();
+  return Guard{read_argument(value, type)};
+}
+
+// A function call, or a view.
+Instruction read_instruction(const py::tuple& given) {
+  auto last_uses = given[0].cast<std::vector<int64_t>>();
+  if (given.size() == 7) {
+    using Numbers = std::vector<Number>;
+    return {View{given[1].cast<Register>(), given[2].cast<Numbers>(), given[3].cast<Register>(),
+                 given[4].cast<Numbers>(), given[5].cast<Numbers>(), given[6].cast<Number>()},
+            std::move(last_uses)};
+  }
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      given[1].cast<std::string>().c_str(), given[2].cast<std::string>().c_str());
+  const auto [positional, named, results] =
+      given[3].cast<std::tuple<py::tuple, py::dict, py::tuple>>();
+  OperatorCall call{op, read_arguments(op.schema(), positional, named), {}};
+  for (size_t i = 0; i < results.size(); ++i) {
+    call.results.push_back(read_result(results[i], op.schema().returns()[i].real_type()));
+  }
+  return {std::move(call), std::move(last_uses)};
+}
+
+std::unique_ptr<Program> make_program(int64_t register_count, std::vector<int64_t> inputs,
+                                      std::vector<int64_t> outputs,
+                                      std::vector<std::pair<int64_t, at::Tensor>> constants,
+                                      const std::vector<py::tuple>& instructions) {
+  std::vector<Instruction> read;
+  read.reserve(instructions.size());
+  for (const py::tuple& each : instructions) read.push_back(read_instruction(each));
+  return std::make_unique<Program>(register_count, std::move(inputs), std::move(outputs),
+                                   std::move(constants), std::move(read));
+}
+
+// The values of dicts and lists, and the versions of tensors, at one time. Tensors among the values
+// are held weakly: caches count who holds their memory.
+class Snapshot {
+ public:
+  Snapshot(py::list containers, std::vector<at::Tensor> tensors)
+      : containers_(std::move(containers)), tensors_(std::move(tensors)) {
+    take();
+  }
+
+  // Notes the present values; those that are noted already stay.
+  void take() {
+    versions_.clear();
+    for (const at::Tensor& each : tensors_) versions_.push_back(version_of(each));
+    size_t next = 0;
+    for (const py::handle container : containers_) {
+      each_value(container, [&](PyObject* value) {
+        if (next == values_.size()) values_.emplace_back();
+        py::object& noted = values_[next++];
+        if (!noted || !is_noted(noted.ptr(), value)) noted = note_of(value);
+        return true;
+      });
+    }
+    values_.resize(next);
+  }
+
+  // For Python's garbage collector.
+  int visit(visitproc visit, void* arg) const {
+    Py_VISIT(containers_.ptr());
+    for (const py::object& each : values_) Py_VISIT(each.ptr());
+    return 0;
+  }
+  void clear() {
+    containers_ = py::list();
+    values_.clear();
+  }
+
+  bool holds() const {
+    size_t next = 0;
+    for (const py::handle container : containers_) {
+      const bool is_same = each_value(container, [&](PyObject* value) {
+        return next < values_.size() && is_noted(values_[next++].ptr(), value);
+      });
+      if (!is_same) return false;
+    }
+    if (next != values_.size()) return false;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (version_of(tensors_[i]) != versions_[i]) return false;
+    }
+    return true;
+  }
+
+ private:
+  static py::object note_of(PyObject* value) {
+    if (THPVariable_Check(value)) return py::weakref(value);
+    return py::reinterpret_borrow<py::object>(value);
+  }
+
+  static bool is_noted(PyObject* noted, PyObject* value) {
+    return noted == value || (PyWeakref_CheckRef(noted) && PyWeakref_GetObject(noted) == value);
+  }
+
+  static int64_t version_of(const at::Tensor& tensor) {
+    return tensor.is_inference() ? -1 : int64_t{tensor._version()};
+  }
+
+  // Stops at the first value for which `function` returns false.
+  template <typename Function>
+  static bool each_value(const py::handle& container, const Function& function) {
+    if (PyDict_Check(container.ptr())) {
+      PyObject* key = nullptr;
+      PyObject* value = nullptr;
+      Py_ssize_t place = 0;
+      while (PyDict_Next(container.ptr(), &place, &key, &value) != 0) {
+        if (!function(value)) return false;
+      }
+      return function(Py_None);
+    }
+    const Py_ssize_t size = PyList_GET_SIZE(container.ptr());
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      if (!function(PyList_GET_ITEM(container.ptr(), i))) return false;
+    }
+    return function(Py_None);
+  }
+
+  py::list containers_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<py::object> values_;
+  std::vector<int64_t> versions_;
+};
+
+// A model holds a snapshot of itself, so the collector has to see through it.
+void take_part_in_collection(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    const auto* snapshot = py::handle(self).cast<const Snapshot*>();
+    return snapshot == nullptr ? 0 : snapshot->visit(visit, arg);
+  };
+  type.tp_clear = [](PyObject* self) {
+    py::handle(self).cast<Snapshot*>()->clear();
+    return 0;
+  };
+}
+
+}  // namespace
+
+void bind_programs(py::module_& module) {
+  py::class_<Register>(module, "Register")
+      .def(py::init([](int64_t index) { return Register{index}; }), py::arg("index"))
+      .def_readonly("index", &Register::index);
+  py::class_<Number>(module, "Number")
+      .def(py::init([](int64_t start, int64_t step) { return Number{start, step}; }),
+           py::arg("start"), py::arg("step"))
+      .def("at", &Number::at, py::arg("position"));
+  py::class_<Program>(module, "Program")
+      .def(py::init(torch::wrap_pybind_function(&make_program)), py::arg("register_count"),
+           py::arg("inputs"), py::arg("outputs"), py::arg("constants"), py::arg("instructions"))
+      .def("is_valid", &Program::is_valid)
+      .def("run", torch::wrap_pybind_function_no_gil(&Program::run), py::arg("position"),
+           py::arg("inputs"))
+      .def("__len__", &Program::size);
+  py::class_<Snapshot>(module, "Snapshot", py::custom_type_setup(&take_part_in_collection))
+      .def(py::init<py::list, std::vector<at::Tensor>>(), py::arg("containers"),
+           py::arg("tensors"))
+      .def("take", &Snapshot::take)
+      .def("holds", &Snapshot::holds);
+}
+
+}  // namespace foo::graphs

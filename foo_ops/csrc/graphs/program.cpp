@@ -1,0 +1,147 @@
+#include "graphs/program.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/List.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace foo::graphs {
+namespace {
+
+template <typename... Functions>
+struct Overloaded : Functions... {
+  using Functions::operator()...;
+};
+template <typename... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;
+
+c10::DimVector at_position(const std::vector<Number>& numbers, int64_t position) {
+  c10::DimVector values;
+  for (const Number& number : numbers) values.push_back(number.at(position));
+  return values;
+}
+
+bool has_strides(const at::Tensor& tensor, const std::vector<Number>& strides, int64_t position) {
+  if (tensor.strides().size() != strides.size()) return false;
+  for (size_t i = 0; i < strides.size(); ++i) {
+    if (tensor.strides()[i] != strides[i].at(position)) return false;
+  }
+  return true;
+}
+
+at::Tensor view_of(const View& view, int64_t position, const std::vector<at::Tensor>& registers) {
+  const at::Tensor& base = registers[view.base.index];
+  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(
+      at_position(view.sizes, position), at_position(view.strides, position),
+      base.storage_offset() + view.offset.at(position));
+  return result;
+}
+
+// Returns whether all guards hold.
+bool store(const std::vector<Result>& results, int64_t position, torch::jit::Stack& stack,
+           std::vector<at::Tensor>& registers) {
+  bool holds = true;
+  for (size_t place = 0; place < results.size(); ++place) {
+    c10::IValue& value = stack[place];
+    std::visit(Overloaded{
+                   [](std::monostate) {},
+                   [&](Register target) {
+                     registers[target.index] = std::move(value).toTensor();
+                   },
+                   [&](const std::vector<int64_t>& targets) {
+                     const c10::List<at::Tensor> tensors = value.toTensorList();
+                     for (size_t i = 0; i < targets.size(); ++i) registers[targets[i]] = tensors[i];
+                   },
+                   [&](const Guard& guard) {
+                     holds = holds && value == guard.expected.at(position, registers);
+                   },
+               },
+               results[place]);
+  }
+  return holds;
+}
+
+}  // namespace
+
+c10::IValue Argument::at(int64_t position, const std::vector<at::Tensor>& registers) const {
+  return std::visit(
+      Overloaded{
+          [](const c10::IValue& constant) { return constant; },
+          [&](Register source) { return c10::IValue(registers[source.index]); },
+          [&](Number number) { return c10::IValue(number.at(position)); },
+          [&](const NumberAsTensor& it) {
+            at::Tensor tensor = c10::scalar_to_tensor(it.number.at(position));
+            tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+            return c10::IValue(std::move(tensor));
+          },
+          [&](const std::vector<Argument>& elements) {
+            c10::impl::GenericList list(element_type);
+            list.reserve(elements.size());
+            for (const Argument& each : elements) list.push_back(each.at(position, registers));
+            return c10::IValue(std::move(list));
+          },
+      },
+      value);
+}
+
+Constant::Constant(at::Tensor tensor)
+    : tensor_(std::move(tensor)),
+      data_(tensor_.storage().data()),
+      dtype_(tensor_.scalar_type()) {}
+
+bool Constant::is_in_place() const {
+  return tensor_.storage().data() == data_ && tensor_.scalar_type() == dtype_;
+}
+
+Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
+                 std::vector<std::pair<int64_t, at::Tensor>> constants,
+                 std::vector<Instruction> instructions)
+    : inputs_(std::move(inputs)),
+      outputs_(std::move(outputs)),
+      instructions_(std::move(instructions)),
+      register_count_(register_count) {
+  for (auto& [index, tensor] : constants) constants_.emplace_back(index, Constant(tensor));
+}
+
+bool Program::is_valid() const {
+  for (const auto& [index, constant] : constants_) {
+    if (!constant.is_in_place()) return false;
+  }
+  return true;
+}
+
+std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
+                                                    const std::vector<at::Tensor>& inputs) const {
+  TORCH_CHECK_VALUE(inputs.size() == inputs_.size(), "program: inputs must be ", inputs_.size(),
+                    " tensors, got ", inputs.size());
+  // Recorded below autograd and autocast, as TorchDispatchMode sees calls.
+  const c10::impl::ExcludeDispatchKeyGuard below_autograd(
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+  std::vector<at::Tensor> registers(register_count_);
+  for (const auto& [index, constant] : constants_) registers[index] = constant.tensor();
+  for (size_t i = 0; i < inputs.size(); ++i) registers[inputs_[i]] = inputs[i];
+  torch::jit::Stack stack;
+  for (const Instruction& instruction : instructions_) {
+    if (const auto* view = std::get_if<View>(&instruction.action)) {
+      if (!has_strides(registers[view->base.index], view->base_strides, position)) {
+        return std::nullopt;
+      }
+      registers[view->result.index] = view_of(*view, position, registers);
+    } else {
+      const auto& call = std::get<OperatorCall>(instruction.action);
+      stack.clear();
+      for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
+      call.op.callBoxed(stack);
+      if (!store(call.results, position, stack, registers)) return std::nullopt;
+    }
+    for (const int64_t index : instruction.last_uses) registers[index].reset();
+  }
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(outputs_.size());
+  for (const int64_t index : outputs_) outputs.push_back(registers[index]);
+  return outputs;
+}
+
+}  // namespace foo::graphs

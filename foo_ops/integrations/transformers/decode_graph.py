@@ -1,0 +1,589 @@
+"""The step of one token, recorded once and then run without Python.
+
+A model that decodes calls the same operators for each token; between them, Python takes more time
+than the operators of a small model. So three tokens are recorded, and a program runs the others
+(`foo_ops.integrations.transformers.recording`). What the step changes in the cache's objects, such
+as lengths and views, is recorded with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.utils import ModelOutput
+
+from foo_ops._C import Program, Snapshot
+from foo_ops.compat import (
+    has_any_global_hook,
+    len_dispatch_stack,
+    len_function_stack,
+    peek_interpreter_stack,
+)
+from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.loss import FooLanguageModel
+from foo_ops.integrations.transformers.recording import (
+    PLAIN,
+    Line,
+    Name,
+    NotRecordable,
+    Recording,
+    holds_at,
+    make_program,
+    merged,
+)
+from foo_ops.integrations.transformers.replacement import (
+    Replacement,
+    has_own_forward,
+    put_back,
+    replace,
+)
+
+TOKENS = 3
+"""Recorded tokens from which a program is made: two for the lines, one to check them."""
+MOST_FAILURES = 6
+"""After as many recordings in vain, one after the other, a model is not recorded again."""
+MOST_PROGRAMS = 32
+
+LIBRARIES = {"foo_ops", "peft", "torch", "transformers"}
+"""Modules of other libraries may do more in Python than call operators."""
+
+SIZES = {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+}
+"""Integers of configurations to which no model compares the length of a cache."""
+
+
+# ------------------------------------------------------------------------------ the state of a cache
+
+
+class State:
+    """Everything that a cache's objects hold, by the object and the name.
+
+    Attributes:
+        owners: the dictionaries and lists that hold values.
+        values: the values, by the number of their owner and their key.
+        descriptions: descriptions of the values.
+        limit: from this length on, a layer's memory is full.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.owners: list[Any] = []
+        self.values: dict[tuple[int, Any], Any] = {}
+        self.descriptions: dict[tuple[int, Any], Any] = {}
+        self.limit = 2**62
+        self.add(cache)
+
+    def add(self, owner: Any) -> None:
+        """Add the values of an object, list or dictionary, and then those of the ones it holds."""
+        content = owner if isinstance(owner, (dict, list)) else vars(owner)
+        number = len(self.owners)
+        self.owners.append(content)
+        room = None
+        if isinstance(owner, foo_cache.Memory):
+            room = owner.room
+            self.limit = min(self.limit, room)
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in list(items):
+            if isinstance(value, (Cache, CacheLayerMixin, foo_cache.Memory, dict, list)):
+                self.add(value)
+            elif room is None or key != "room":
+                self.values[number, key] = value
+                self.descriptions[number, key] = described(value, room)
+
+    def tensors(self) -> list[Tensor]:
+        return list(tensors_of(self.values.values()))
+
+    def keys_of_tensors(self) -> list[Any]:
+        """Return the key of each of the tensors."""
+        return [key for key, value in self.values.items() for _ in tensors_of([value])]
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_of(value)
+
+
+def described(value: Any, room: int | None = None) -> Any:
+    """Describe a value, so that equal descriptions mean the same operators.
+
+    The descriptions of successive tokens are merged; integers may grow. Memory may have any
+    ``room``.
+    """
+    if isinstance(value, Tensor):
+        shape = [None if it == room else it for it in value.shape]
+        return [type(value), value.dtype, value.device, shape]
+    if isinstance(value, tuple):
+        return [described(it, room) for it in value]
+    return value
+
+
+# ------------------------------------------------------------------------------------- one token
+
+
+class Step(NamedTuple):
+    """A recorded call for one token.
+
+    Attributes:
+        position: the length of the cache before it.
+        arguments: descriptions of the arguments.
+        before: descriptions of the cache's values.
+        changes: the values that it has changed, in which tensors are names.
+        output: the class of its output, and its attributes, in which tensors are names.
+    """
+
+    recording: Recording
+    position: int
+    arguments: Any
+    before: Any
+    changes: dict[tuple[int, Any], Any]
+    output: Any
+
+
+@dataclass
+class Graph:
+    """A program with all that it takes to call it in place of the model.
+
+    Attributes:
+        tensors: the numbers of the arguments' tensors that the program reads.
+        inputs: the numbers of the cache's tensors that the program reads.
+        arguments, before: descriptions with lines, which a call has to meet.
+        changes: the changed values of the cache: outputs and lines.
+        next_inputs: the places among the inputs of tensors that are replaced, and their outputs.
+        fields: the attributes of the output, with numbers of the program's outputs.
+    """
+
+    program: Program
+    tensors: list[int]
+    inputs: list[int]
+    arguments: Any
+    before: Any
+    changes: dict[tuple[int, Any], Output | Line]
+    next_inputs: list[tuple[int, int]]
+    output_class: Any
+    fields: dict[str, Any]
+
+
+class Output(NamedTuple):
+    """The number of a program's output, in place of the tensor."""
+
+    number: int
+
+
+CACHE = object()
+"""Stands for the cache among the attributes of an output."""
+
+
+class Binding:
+    """A graph with the objects and the tensors of one cache.
+
+    Attributes:
+        snapshot: the values of the cache's objects after the last call.
+        inputs: the cache's tensors that the program reads.
+    """
+
+    def __init__(self, graph: Graph, state: State) -> None:
+        self.graph = graph
+        self.limit = state.limit
+        self.snapshot = Snapshot(state.owners, [])
+        tensors = state.tensors()
+        self.inputs = [tensors[it] for it in graph.inputs]
+        self.tensors = []
+        self.integers = []
+        for (owner, key), change in graph.changes.items():
+            content = state.owners[owner]
+            if isinstance(change, Output):
+                self.tensors.append((content, key, change.number))
+            else:
+                self.integers.append((content, key, change))
+
+    def write(self, outputs: list[Tensor], position: int) -> None:
+        """Change the cache's objects as the recorded call has."""
+        # Runs for each token: 24 layers have 100 changes.
+        for content, key, number in self.tensors:
+            content[key] = outputs[number]
+        for content, key, line in self.integers:
+            content[key] = line.start + line.step * position
+        for place, number in self.graph.next_inputs:
+            self.inputs[place] = outputs[number]
+        self.snapshot.take()
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+def integers_of(value: Any, name: str = "") -> Iterator[int]:
+    """Return the integers of a configuration that may be limits of a sequence's length."""
+    if type(value) is int and name not in SIZES and not name.endswith("token_id"):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, it in value.items():
+            yield from integers_of(it, str(key))
+    elif isinstance(value, (list, tuple)):
+        for it in value:
+            yield from integers_of(it, name)
+
+
+def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
+    """Return a dictionary or list, and those that it holds."""
+    if isinstance(value, (dict, list)):
+        yield value
+        if depth:
+            for it in value.values() if isinstance(value, dict) else value:
+                yield from containers_of(it, depth - 1)
+
+
+class Graphs:
+    """The graphs of a model.
+
+    Attributes:
+        snapshot: the attributes of all modules, with the contents of lists and dictionaries.
+        failure: why the model is not recorded, or None.
+    """
+
+    def reset(self, model: Any) -> None:
+        self.failure = reason_of(model)
+        self.failures = 0
+        self.graphs: dict[Any, list[Graph]] = {}
+        self.steps: WeakKeyDictionary[Any, list[Step]] = WeakKeyDictionary()
+        self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
+        configs = {id(it.config): it.config for it in model.modules() if hasattr(it, "config")}
+        limits = {it for config in configs.values() for it in integers_of(config.to_dict())}
+        self.limits = sorted({it + near for it in limits if it > 1 for near in (-1, 0, 1)})
+        owners = [vars(it) for it in (*model.modules(), *configs.values())]
+        containers = [it for owner in owners for it in containers_of(owner)]
+        self.snapshot = Snapshot(
+            list({id(it): it for it in containers}.values()), list(model.parameters())
+        )
+
+
+def reason_of(model: nn.Module) -> str | None:
+    """Return why the steps of a model are not recorded, or None."""
+    for name, module in model.named_modules():
+        library = type(module).__module__.partition(".")[0]
+        if library not in LIBRARIES:
+            return f"{name or 'the model'} is a {type(module).__name__} of {library}"
+        if has_own_forward(module):
+            return f"the forward of {name or 'the model'} has been replaced by another one"
+        if has_foreign_hooks(module):
+            return f"{name or 'the model'} has hooks"
+    return None
+
+
+def has_foreign_hooks(module: Any) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(it not in foo_cache.HOOKS.values() for it in hooks)
+
+
+GRAPHS = "_foo_graphs"
+
+
+def is_unusual() -> bool:
+    """Whether anything beside the operators' results may depend on the call."""
+    return bool(
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or len_dispatch_stack()
+        or len_function_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("foo")
+        or peek_interpreter_stack() is not None
+        or has_any_global_hook()
+    )
+
+
+def plain_arguments(arguments: dict[str, Any], cache: Any) -> tuple[Any, list[Tensor]] | None:
+    """Return descriptions of a call's arguments and the tensors among them, or None if it has others."""
+    descriptions: dict[str, Any] = {}
+    tensors: list[Tensor] = []
+    for name, value in arguments.items():
+        if value is cache:
+            continue
+        if isinstance(value, ModelOutput):
+            value = tuple(value.values())
+        for it in tensors_of([value]):
+            if type(it) not in PLAIN:
+                return None
+            tensors.append(it)
+        descriptions[name] = described(value)
+        if not isinstance(value, (Tensor, tuple, bool, int, float, str, type(None))):
+            return None
+    return descriptions, tensors
+
+
+class FooDecoder(Replacement):
+    """Replaces models that generate: calls for one further token run as a program."""
+
+    training: bool
+    parameter_names: ClassVar[list[str]]
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel) and module.can_generate()
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        names = list(inspect.signature(original.forward).parameters)[1:]
+
+        # Trainers and `generate` inspect the names of a model's arguments.
+        @wraps(original.forward)
+        def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            return cls.forward(self, *arguments, **keywords)
+
+        return {"forward": forward, "parameter_names": names}
+
+    @classmethod
+    def forget(cls, module: nn.Module) -> None:
+        vars(module).pop(GRAPHS, None)
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: it for name, it in super().copied(state).items() if name != GRAPHS}
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        own: Any = super().forward  # type: ignore[misc]
+        if self.training or is_unusual():
+            return own(*arguments, **keywords)
+        named = {**dict(zip(self.parameter_names, arguments)), **keywords}
+        cache = named.get("past_key_values")
+        tokens = named.get("decoder_input_ids", named.get("input_ids"))
+        if not isinstance(cache, Cache) or not isinstance(tokens, Tensor) or tokens.shape[-1] != 1:
+            return own(*arguments, **keywords)
+        return decode(self, own, named, cache)
+
+
+class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):
+    """The same for models that compute a loss, too."""
+
+
+def decode(model: Any, own: Callable[..., Any], arguments: dict[str, Any], cache: Any) -> Any:
+    """Call a model for one token: by a graph if there is one, and else by its own forward."""
+    known = vars(model).get(GRAPHS)
+    if known is None:
+        known = vars(model)[GRAPHS] = Graphs()
+        known.reset(model)
+    elif not known.snapshot.holds():
+        known.reset(model)
+    given = None if known.failure else plain_arguments(arguments, cache)
+    position = None if given is None else length_of(cache)
+    if given is None or not position:
+        return own(**arguments)
+    descriptions, tensors = given
+    key = (
+        torch.is_inference_mode_enabled(),
+        type(cache),
+        tuple(arguments),
+        bisect_right(known.limits, position),
+    )
+    made = run(known, key, descriptions, tensors, cache, position)
+    return record(known, key, own, arguments, cache, position) if made is None else made
+
+
+def length_of(cache: Any) -> int | None:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, TypeError, ValueError):  # a cache without a length
+        return None
+
+
+# ------------------------------------------------------------------------------------------- run
+
+
+def run(
+    known: Graphs, key: Any, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
+) -> Any:
+    """Return the output of a graph that fits the call, or None."""
+    binding = known.bindings.get(cache)
+    is_bound = (
+        binding is not None
+        and binding.graph in known.graphs.get(key, ())
+        and binding.snapshot.holds()
+        and holds_at(binding.graph.arguments, descriptions, position)
+    )
+    if is_bound:
+        assert binding is not None
+        return run_bound(binding, tensors, cache, position)
+    if key not in known.graphs:
+        return None
+    state = State(cache)
+    for graph in known.graphs[key]:
+        if holds_at(graph.arguments, descriptions, position) and fits(graph, state.descriptions, position):
+            binding = Binding(graph, state)
+            output = run_bound(binding, tensors, cache, position)
+            if output is not None:
+                known.bindings[cache] = binding
+                return output
+    return None
+
+
+def fits(graph: Graph, before: Any, position: int) -> bool:
+    return graph.program.is_valid() and holds_at(graph.before, before, position)
+
+
+def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
+    graph = binding.graph
+    if position >= binding.limit or not graph.program.is_valid():
+        return None
+    given = [tensors[it] for it in graph.tensors]
+    outputs = graph.program.run(position, [*given, *binding.inputs])
+    if outputs is None:
+        return None
+    binding.write(outputs, position)
+    output = graph.output_class.__new__(graph.output_class)
+    for name, value in graph.fields.items():
+        if value is not None:
+            value = cache if value is CACHE else outputs[value.number]
+        vars(output)[name] = value
+        if value is not None:
+            OrderedDict.__setitem__(output, name, value)
+    return output
+
+
+# ---------------------------------------------------------------------------------------- record
+
+
+def record(
+    known: Graphs,
+    key: Any,
+    own: Callable[..., Any],
+    arguments: dict[str, Any],
+    cache: Any,
+    position: int,
+) -> Any:
+    """Call a model's own forward while its operators are recorded; make a graph after some calls."""
+    given = plain_arguments(arguments, cache)
+    assert given is not None
+    descriptions, tensors = given
+    state = State(cache)
+    with Recording([*tensors, *state.tensors()]) as recording:
+        output = own(**arguments)
+    try:
+        step = Step(
+            recording,
+            position,
+            descriptions,
+            state.descriptions,
+            changes_of(recording, state, State(cache)),
+            output_of(recording, output, cache),
+        )
+        steps = [*known.steps.get(cache, []), step][-TOKENS:]
+        known.steps[cache] = steps
+        is_row = all(it.position == position - nth for nth, it in enumerate(reversed(steps)))
+        if not is_row:
+            known.steps[cache] = [step]
+        elif len(steps) == TOKENS:
+            add(known, key, make_graph(steps, len(tensors), state))
+            known.steps.pop(cache, None)
+            known.failures = 0
+    except NotRecordable as reason:
+        known.steps.pop(cache, None)
+        known.failures += 1
+        if known.failures >= MOST_FAILURES:
+            known.failure = f"its steps cannot be recorded: {reason}"
+    return output
+
+
+def add(known: Graphs, key: Any, graph: Graph) -> None:
+    if sum(map(len, known.graphs.values())) >= MOST_PROGRAMS:
+        known.graphs.clear()
+    known.graphs.setdefault(key, []).append(graph)
+
+
+def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[int, Any], Any]:
+    """Return the values that a call has changed, in which tensors are names."""
+    if before.values.keys() != after.values.keys():
+        raise NotRecordable("it adds to the objects of its cache")
+    if any(old is not new for old, new in zip(before.owners, after.owners)):
+        raise NotRecordable("it replaces objects of its cache")
+    changed = {
+        key: value for key, value in after.values.items() if value is not before.values[key]
+    }
+    if any(type(it) is not int and not isinstance(it, Tensor) for it in changed.values()):
+        raise NotRecordable("it changes more than tensors and integers of its cache")
+    return {key: named(recording, value) for key, value in changed.items()}
+
+
+def named(recording: Recording, value: Any) -> Any:
+    return recording.name_of(value) if isinstance(value, Tensor) else value
+
+
+def output_of(recording: Recording, output: Any, cache: Any) -> Any:
+    if not isinstance(output, ModelOutput):
+        raise NotRecordable("its output is no ModelOutput")
+    fields = {
+        name: CACHE if value is cache else named(recording, value)
+        for name, value in vars(output).items()
+    }
+    if not all(it is None or it is CACHE or isinstance(it, Name) for it in fields.values()):
+        raise NotRecordable("its output has more than tensors and a cache")
+    return [type(output), fields]
+
+
+def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
+    """Make a graph from steps of successive tokens.
+
+    Raises:
+        NotRecordable: if they differ in more than integers that grow with the position.
+    """
+    position = steps[0].position
+    first, second, *others = (it[2:] for it in steps)
+    lines = merged(first, second, position)
+    for place, parts in enumerate(others, position + 2):
+        if not holds_at(lines, parts, place):
+            raise NotRecordable("a number does not grow with the position")
+    arguments, before, changes, (output_class, fields) = lines
+    names = {it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)}
+    outputs = {name: Output(number) for number, name in enumerate(names)}
+    program, used = make_program([it.recording for it in steps], position, list(outputs))
+    inputs = [it - argument_count for it in used if it >= argument_count]
+    places = {key: place for place, key in enumerate(state.keys_of_tensors())}
+    return Graph(
+        program=program,
+        tensors=[it for it in used if it < argument_count],
+        inputs=inputs,
+        arguments=arguments,
+        before=before,
+        changes={
+            key: outputs[it] if isinstance(it, Name) else it if isinstance(it, Line) else Line(it, 0)
+            for key, it in changes.items()
+        },
+        next_inputs=[
+            (inputs.index(places[key]), outputs[it].number)
+            for key, it in changes.items()
+            if isinstance(it, Name) and places[key] in inputs
+        ],
+        output_class=output_class,
+        fields={name: outputs.get(it, it) for name, it in fields.items()},
+    )
+
+
+# ----------------------------------------------------------------------------------------- apply
+
+
+def use_graphs(model: PreTrainedModel) -> None:
+    """Let a model run the steps of tokens as graphs, if it generates."""
+    if isinstance(model, FooDecoder) or not FooDecoder.recognises(model):
+        return
+    has_loss = isinstance(model, FooLanguageModel)
+    if has_loss:
+        put_back(model)
+    replace(model, FooDecodingLanguageModel if has_loss else FooDecoder)
