@@ -9,9 +9,10 @@ as lengths and views, is recorded with it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import OrderedDict
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -19,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from foo_ops._C import Program, Snapshot
@@ -38,6 +39,7 @@ from foo_ops.integrations.transformers.recording import (
     Name,
     NotRecordable,
     Recording,
+    address_of,
     holds_at,
     make_program,
     merged,
@@ -52,8 +54,17 @@ from foo_ops.integrations.transformers.replacement import (
 TOKENS = 3
 """Recorded tokens from which a program is made: two for the lines, one to check them."""
 MOST_FAILURES = 6
-"""After as many recordings in vain, one after the other, a model is not recorded again."""
-MOST_PROGRAMS = 32
+"""After as many recordings in vain, one after the other, such calls are not recorded again."""
+MOST_VARIANTS = 4
+"""Graphs of calls that look alike, whose operators depend on what a tensor contains."""
+MOST_KEYS = 32
+"""Kinds of calls whose graphs are kept."""
+
+UNLIMITED = 2**62
+
+VALUES = (bool, int, float, str, type(None))
+KNOWN = (*VALUES, type, torch.dtype, torch.device, PreTrainedConfig)
+"""Classes of values that a cache may hold beside tensors."""
 
 LIBRARIES = {"foo_ops", "peft", "torch", "transformers"}
 """Modules of other libraries may do more in Python than call operators."""
@@ -79,16 +90,21 @@ class State:
     Attributes:
         owners: the dictionaries and lists that hold values.
         values: the values, by the number of their owner and their key.
-        descriptions: descriptions of the values.
+        descriptions: descriptions of the values, and of which tensors are the same.
+        is_known: whether the values are of classes that cannot hide others.
         limit: from this length on, a layer's memory is full.
     """
 
     def __init__(self, cache: Cache) -> None:
         self.owners: list[Any] = []
         self.values: dict[tuple[int, Any], Any] = {}
-        self.descriptions: dict[tuple[int, Any], Any] = {}
-        self.limit = 2**62
+        self.descriptions: dict[Any, Any] = {}
+        self.is_known = True
+        self.limit = UNLIMITED
         self.add(cache)
+        tensors = self.tensors()
+        self.descriptions["same"] = first_places(map(id, tensors))
+        self.descriptions["same memory"] = first_places(map(address_of, tensors))
 
     def add(self, owner: Any) -> None:
         """Add the values of an object, list or dictionary, and then those of the ones it holds."""
@@ -101,11 +117,12 @@ class State:
             self.limit = min(self.limit, room)
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, value in list(items):
-            if isinstance(value, (Cache, CacheLayerMixin, foo_cache.Memory, dict, list)):
+            if isinstance(value, (dict, list)) or is_part_of_cache(value):
                 self.add(value)
             elif room is None or key != "room":
                 self.values[number, key] = value
                 self.descriptions[number, key] = described(value, room)
+                self.is_known = self.is_known and is_plain(value, KNOWN)
 
     def tensors(self) -> list[Tensor]:
         return list(tensors_of(self.values.values()))
@@ -115,12 +132,27 @@ class State:
         return [key for key, value in self.values.items() for _ in tensors_of([value])]
 
 
+def is_part_of_cache(value: Any) -> bool:
+    """Whether a value is an object of a cache: another cache, a layer, or our memory of a layer."""
+    library = type(value).__module__.partition(".")[0]
+    is_other = isinstance(value, (type, PreTrainedConfig, Tensor)) or callable(value)
+    return library in ("transformers", "foo_ops") and hasattr(value, "__dict__") and not is_other
+
+
+def first_places(values: Iterable[Any]) -> list[int]:
+    """Return for each value the place where it occurs first."""
+    places: dict[Any, int] = {}
+    return [places.setdefault(it, place) for place, it in enumerate(values)]
+
+
 def tensors_of(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, tuple):
+        elif isinstance(value, (tuple, list)):
             yield from tensors_of(value)
+        elif isinstance(value, dict):
+            yield from tensors_of(value.values())
 
 
 def described(value: Any, room: int | None = None) -> Any:
@@ -132,8 +164,10 @@ def described(value: Any, room: int | None = None) -> Any:
     if isinstance(value, Tensor):
         shape = [None if it == room else it for it in value.shape]
         return [type(value), value.dtype, value.device, shape]
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [described(it, room) for it in value]
+    if isinstance(value, dict):
+        return {name: described(it, room) for name, it in value.items()}
     return value
 
 
@@ -168,6 +202,8 @@ class Graph:
         inputs: the numbers of the cache's tensors that the program reads.
         arguments, before: descriptions with lines, which a call has to meet.
         changes: the changed values of the cache: outputs and lines.
+        positions: the least and the first that is too large: in between, a cache's length is on
+            the same side of all limits.
         next_inputs: the places among the inputs of tensors that are replaced, and their outputs.
         fields: the attributes of the output, with numbers of the program's outputs.
     """
@@ -178,6 +214,7 @@ class Graph:
     arguments: Any
     before: Any
     changes: dict[tuple[int, Any], Output | Line]
+    positions: tuple[int, int]
     next_inputs: list[tuple[int, int]]
     output_class: Any
     fields: dict[str, Any]
@@ -203,7 +240,7 @@ class Binding:
 
     def __init__(self, graph: Graph, state: State) -> None:
         self.graph = graph
-        self.limit = state.limit
+        self.limit = min(state.limit, graph.positions[1])
         self.snapshot = Snapshot(state.owners, [])
         tensors = state.tensors()
         self.inputs = [tensors[it] for it in graph.inputs]
@@ -243,6 +280,17 @@ def integers_of(value: Any, name: str = "") -> Iterator[int]:
             yield from integers_of(it, name)
 
 
+def limits_of(integers: Iterable[int]) -> list[int]:
+    """Return the lengths at which a comparison with one of the integers may change."""
+    return sorted({it + near for it in integers if it > 1 for near in (-1, 0, 1)})
+
+
+def around(position: int, limits: list[int]) -> tuple[int, int]:
+    """Return the limits before and behind a position."""
+    place = bisect_right(limits, position)
+    return limits[place - 1] if place else 0, [*limits, UNLIMITED][place]
+
+
 def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
     """Return a dictionary or list, and those that it holds."""
     if isinstance(value, (dict, list)):
@@ -252,28 +300,62 @@ def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
                 yield from containers_of(it, depth - 1)
 
 
+class Key(NamedTuple):
+    """The calls that a graph may serve."""
+
+    is_inference: bool
+    cache: type
+    most_positions: int
+    batch: int
+    arguments: tuple[str, ...]
+    region: int
+    """The number of the configuration's integers that are smaller than the length of the cache."""
+
+
 class Graphs:
     """The graphs of a model.
 
     Attributes:
+        model: the model; copies of its attributes are not it.
         snapshot: the attributes of all modules, with the contents of lists and dictionaries.
-        failure: why the model is not recorded, or None.
+        reason: why the model is not recorded, or None.
+        failures: how often recordings have failed in a row, and why.
+        idle: how many predecessors in a row have run nothing before the model changed.
     """
 
-    def reset(self, model: Any) -> None:
-        self.failure = reason_of(model)
-        self.failures = 0
-        self.graphs: dict[Any, list[Graph]] = {}
-        self.steps: WeakKeyDictionary[Any, list[Step]] = WeakKeyDictionary()
+    def __init__(self, model: Any, idle: int = 0) -> None:
+        self.model = weakref.ref(model)
+        self.idle = idle
+        self.has_run = False
+        changes = "its modules change with each call" if idle >= MOST_FAILURES else None
+        self.reason = changes or reason_of(model)
+        self.graphs: OrderedDict[Key, list[Graph]] = OrderedDict()
+        self.failures: dict[Key, list[str]] = {}
+        self.steps: WeakKeyDictionary[Any, tuple[Key, list[Step]]] = WeakKeyDictionary()
         self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
         configs = {id(it.config): it.config for it in model.modules() if hasattr(it, "config")}
-        limits = {it for config in configs.values() for it in integers_of(config.to_dict())}
-        self.limits = sorted({it + near for it in limits if it > 1 for near in (-1, 0, 1)})
+        self.limits = limits_of(
+            it for config in configs.values() for it in integers_of(config.to_dict())
+        )
         owners = [vars(it) for it in (*model.modules(), *configs.values())]
         containers = [it for owner in owners for it in containers_of(owner)]
         self.snapshot = Snapshot(
             list({id(it): it for it in containers}.values()), list(model.parameters())
         )
+
+    def is_of(self, model: Any) -> bool:
+        return self.model() is model and (self.idle >= MOST_FAILURES or self.snapshot.holds())
+
+    def is_recorded(self, key: Key) -> bool:
+        """Whether a call is to be recorded, since no graph fits it."""
+        most = len(self.graphs.get(key, ())) >= MOST_VARIANTS
+        return self.reason is None and not most and len(self.failures.get(key, ())) < MOST_FAILURES
+
+    def add(self, key: Key, graph: Graph) -> None:
+        self.failures.pop(key, None)
+        self.graphs.setdefault(key, []).append(graph)
+        if len(self.graphs) > MOST_KEYS:
+            self.graphs.popitem(last=False)
 
 
 def reason_of(model: nn.Module) -> str | None:
@@ -284,8 +366,8 @@ def reason_of(model: nn.Module) -> str | None:
             return f"{name or 'the model'} is a {type(module).__name__} of {library}"
         if has_own_forward(module):
             return f"the forward of {name or 'the model'} has been replaced by another one"
-        if has_foreign_hooks(module):
-            return f"{name or 'the model'} has hooks"
+        if module is not model and has_foreign_hooks(module):
+            return f"{name} has hooks"
     return None
 
 
@@ -301,7 +383,6 @@ def is_unusual() -> bool:
     """Whether anything beside the operators' results may depend on the call."""
     return bool(
         torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or len_dispatch_stack()
         or len_function_stack()
@@ -314,21 +395,20 @@ def is_unusual() -> bool:
 
 def plain_arguments(arguments: dict[str, Any], cache: Any) -> tuple[Any, list[Tensor]] | None:
     """Return descriptions of a call's arguments and the tensors among them, or None if it has others."""
-    descriptions: dict[str, Any] = {}
-    tensors: list[Tensor] = []
-    for name, value in arguments.items():
-        if value is cache:
-            continue
-        if isinstance(value, ModelOutput):
-            value = tuple(value.values())
-        for it in tensors_of([value]):
-            if type(it) not in PLAIN:
-                return None
-            tensors.append(it)
-        descriptions[name] = described(value)
-        if not isinstance(value, (Tensor, tuple, bool, int, float, str, type(None))):
-            return None
-    return descriptions, tensors
+    others = {name: it for name, it in arguments.items() if it is not cache}
+    tensors = list(tensors_of(others.values()))
+    if not is_plain(others):
+        return None
+    return described(others), tensors
+
+
+def is_plain(value: Any, known: tuple[type, ...] = VALUES) -> bool:
+    """Whether a value, or all in a collection, are of known classes."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return all(is_plain(it, known) for it in value)
+    return type(value) in PLAIN or isinstance(value, known)
 
 
 class FooDecoder(Replacement):
@@ -361,41 +441,59 @@ class FooDecoder(Replacement):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         own: Any = super().forward  # type: ignore[misc]
-        if self.training or is_unusual():
+        if torch.compiler.is_compiling() or self.training or is_unusual():
             return own(*arguments, **keywords)
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
         cache = named.get("past_key_values")
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
         if not isinstance(cache, Cache) or not isinstance(tokens, Tensor) or tokens.shape[-1] != 1:
             return own(*arguments, **keywords)
-        return decode(self, own, named, cache)
+        return decode(self, own, named, tokens, cache)
 
 
 class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):
     """The same for models that compute a loss, too."""
 
 
-def decode(model: Any, own: Callable[..., Any], arguments: dict[str, Any], cache: Any) -> Any:
+def decode(
+    model: Any, own: Callable[..., Any], arguments: dict[str, Any], tokens: Tensor, cache: Any
+) -> Any:
     """Call a model for one token: by a graph if there is one, and else by its own forward."""
-    known = vars(model).get(GRAPHS)
-    if known is None:
-        known = vars(model)[GRAPHS] = Graphs()
-        known.reset(model)
-    elif not known.snapshot.holds():
-        known.reset(model)
-    given = None if known.failure else plain_arguments(arguments, cache)
+    known = graphs_of(model)
+    given = None if known.reason else plain_arguments(arguments, cache)
     position = None if given is None else length_of(cache)
     if given is None or not position:
         return own(**arguments)
-    descriptions, tensors = given
-    key = (
+    key = Key(
         torch.is_inference_mode_enabled(),
         type(cache),
+        most_positions(cache),
+        len(tokens),
         tuple(arguments),
         bisect_right(known.limits, position),
     )
-    made = run(known, key, descriptions, tensors, cache, position)
-    return record(known, key, own, arguments, cache, position) if made is None else made
+    output = run(known, key, *given, cache, position)
+    if output is not None:
+        return output
+    if not known.is_recorded(key):
+        return own(**arguments)
+    return record(known, key, own, arguments, *given, cache, position)
+
+
+def graphs_of(model: Any) -> Graphs:
+    known = vars(model).get(GRAPHS)
+    if known is not None and known.is_of(model):
+        return known
+    idle = 0 if known is None or known.has_run or known.model() is not model else known.idle + 1
+    known = vars(model)[GRAPHS] = Graphs(model, idle)
+    known.snapshot.take()  # it includes this attribute
+    return known
+
+
+def most_positions(cache: Any) -> int:
+    """Return the length that a cache can have at most, -1 for those that grow."""
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    return max((getattr(it, "max_cache_len", -1) for it in layers), default=-1)
 
 
 def length_of(cache: Any) -> int | None:
@@ -409,7 +507,7 @@ def length_of(cache: Any) -> int | None:
 
 
 def run(
-    known: Graphs, key: Any, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
+    known: Graphs, key: Key, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
 ) -> Any:
     """Return the output of a graph that fits the call, or None."""
     binding = known.bindings.get(cache)
@@ -431,12 +529,14 @@ def run(
             output = run_bound(binding, tensors, cache, position)
             if output is not None:
                 known.bindings[cache] = binding
+                known.has_run = True
                 return output
     return None
 
 
 def fits(graph: Graph, before: Any, position: int) -> bool:
-    return graph.program.is_valid() and holds_at(graph.before, before, position)
+    first, end = graph.positions
+    return first <= position < end and holds_at(graph.before, before, position)
 
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
@@ -463,19 +563,21 @@ def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int
 
 def record(
     known: Graphs,
-    key: Any,
+    key: Key,
     own: Callable[..., Any],
     arguments: dict[str, Any],
+    descriptions: Any,
+    tensors: list[Tensor],
     cache: Any,
     position: int,
 ) -> Any:
     """Call a model's own forward while its operators are recorded; make a graph after some calls."""
-    given = plain_arguments(arguments, cache)
-    assert given is not None
-    descriptions, tensors = given
     state = State(cache)
     with Recording([*tensors, *state.tensors()]) as recording:
         output = own(**arguments)
+    last_key, steps = known.steps.pop(cache, (key, []))
+    if last_key != key or not steps or steps[-1].position != position - 1:
+        steps = []
     try:
         step = Step(
             recording,
@@ -485,31 +587,20 @@ def record(
             changes_of(recording, state, State(cache)),
             output_of(recording, output, cache),
         )
-        steps = [*known.steps.get(cache, []), step][-TOKENS:]
-        known.steps[cache] = steps
-        is_row = all(it.position == position - nth for nth, it in enumerate(reversed(steps)))
-        if not is_row:
-            known.steps[cache] = [step]
-        elif len(steps) == TOKENS:
-            add(known, key, make_graph(steps, len(tensors), state))
-            known.steps.pop(cache, None)
-            known.failures = 0
+        steps = [*steps, step]
+        if len(steps) == TOKENS:
+            known.add(key, make_graph(steps, len(tensors), state))
+        else:
+            known.steps[cache] = key, steps
     except NotRecordable as reason:
-        known.steps.pop(cache, None)
-        known.failures += 1
-        if known.failures >= MOST_FAILURES:
-            known.failure = f"its steps cannot be recorded: {reason}"
+        known.failures.setdefault(key, []).append(str(reason))
     return output
-
-
-def add(known: Graphs, key: Any, graph: Graph) -> None:
-    if sum(map(len, known.graphs.values())) >= MOST_PROGRAMS:
-        known.graphs.clear()
-    known.graphs.setdefault(key, []).append(graph)
 
 
 def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[int, Any], Any]:
     """Return the values that a call has changed, in which tensors are names."""
+    if not before.is_known:
+        raise NotRecordable("its cache holds other values than tensors and numbers")
     if before.values.keys() != after.values.keys():
         raise NotRecordable("it adds to the objects of its cache")
     if any(old is not new for old, new in zip(before.owners, after.owners)):
@@ -551,6 +642,9 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         if not holds_at(lines, parts, place):
             raise NotRecordable("a number does not grow with the position")
     arguments, before, changes, (output_class, fields) = lines
+    limits = limits_of(it for it in before.values() if type(it) is int)
+    if bisect_right(limits, position) != bisect_right(limits, position + len(steps) - 1):
+        raise NotRecordable("it passes a limit of its cache")
     names = {it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)}
     outputs = {name: Output(number) for number, name in enumerate(names)}
     program, used = make_program([it.recording for it in steps], position, list(outputs))
@@ -566,6 +660,7 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
             key: outputs[it] if isinstance(it, Name) else it if isinstance(it, Line) else Line(it, 0)
             for key, it in changes.items()
         },
+        positions=around(position, limits),
         next_inputs=[
             (inputs.index(places[key]), outputs[it].number)
             for key, it in changes.items()

@@ -501,7 +501,7 @@ def make_program(
         (register, recordings[-1].constants[number])
         for number, register in of_kind["constant"].items()
     ]
-    inputs = of_kind["input"]
+    inputs = dict(sorted(of_kind["input"].items()))
     program = Program(
         len(builder.registers), list(inputs.values()), returned, constants, instructions
     )
