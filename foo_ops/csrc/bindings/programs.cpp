@@ -207,8 +207,10 @@ void take_part_in_collection(PyHeapTypeObject* heap_type) {
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
-    const auto* snapshot = py::handle(self).cast<const Snapshot*>();
-    return snapshot == nullptr ? 0 : snapshot->visit(visit, arg);
+    // The collector may come between allocation and construction.
+    auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+    if (!held.holder_constructed()) return 0;
+    return py::handle(self).cast<const Snapshot*>()->visit(visit, arg);
   };
   type.tp_clear = [](PyObject* self) {
     py::handle(self).cast<Snapshot*>()->clear();

@@ -56,7 +56,9 @@ TOKENS = 3
 MOST_FAILURES = 6
 """After as many recordings in vain, one after the other, such calls are not recorded again."""
 MOST_VARIANTS = 4
-"""Graphs of calls that look alike, whose operators depend on what a tensor contains."""
+"""Graphs of the same calls, whose operators depend on what a tensor contains."""
+MOST_GRAPHS = 16
+"""Graphs of a kind of calls that are kept, such as for several lengths of static caches."""
 MOST_KEYS = 32
 """Kinds of calls whose graphs are kept."""
 
@@ -305,7 +307,6 @@ class Key(NamedTuple):
 
     is_inference: bool
     cache: type
-    most_positions: int
     batch: int
     arguments: tuple[str, ...]
     region: int
@@ -333,6 +334,7 @@ class Graphs:
         self.failures: dict[Key, list[str]] = {}
         self.steps: WeakKeyDictionary[Any, tuple[Key, list[Step]]] = WeakKeyDictionary()
         self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
+        self.calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         configs = {id(it.config): it.config for it in model.modules() if hasattr(it, "config")}
         self.limits = limits_of(
             it for config in configs.values() for it in integers_of(config.to_dict())
@@ -346,14 +348,17 @@ class Graphs:
     def is_of(self, model: Any) -> bool:
         return self.model() is model and (self.idle >= MOST_FAILURES or self.snapshot.holds())
 
-    def is_recorded(self, key: Key) -> bool:
-        """Whether a call is to be recorded, since no graph fits it."""
-        most = len(self.graphs.get(key, ())) >= MOST_VARIANTS
-        return self.reason is None and not most and len(self.failures.get(key, ())) < MOST_FAILURES
+    def position_of(self, cache: Any) -> int:
+        """Return the length of a cache; for one without a length, the number of the call."""
+        try:
+            return int(cache.get_seq_length())
+        except ValueError:  # all of its layers are recurrent
+            self.calls[cache] = self.calls.get(cache, 0) + 1
+            return self.calls[cache]
 
     def add(self, key: Key, graph: Graph) -> None:
         self.failures.pop(key, None)
-        self.graphs.setdefault(key, []).append(graph)
+        self.graphs[key] = [*self.graphs.get(key, ()), graph][-MOST_GRAPHS:]
         if len(self.graphs) > MOST_KEYS:
             self.graphs.popitem(last=False)
 
@@ -444,7 +449,7 @@ class FooDecoder(Replacement):
         if torch.compiler.is_compiling() or self.training or is_unusual():
             return own(*arguments, **keywords)
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
-        cache = named.get("past_key_values")
+        cache = named.get("past_key_values", named.get("cache_params"))
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
         if not isinstance(cache, Cache) or not isinstance(tokens, Tensor) or tokens.shape[-1] != 1:
             return own(*arguments, **keywords)
@@ -461,21 +466,20 @@ def decode(
     """Call a model for one token: by a graph if there is one, and else by its own forward."""
     known = graphs_of(model)
     given = None if known.reason else plain_arguments(arguments, cache)
-    position = None if given is None else length_of(cache)
+    position = known.position_of(cache)
     if given is None or not position:
         return own(**arguments)
     key = Key(
         torch.is_inference_mode_enabled(),
         type(cache),
-        most_positions(cache),
         len(tokens),
         tuple(arguments),
         bisect_right(known.limits, position),
     )
-    output = run(known, key, *given, cache, position)
+    output, misses = run(known, key, *given, cache, position)
     if output is not None:
         return output
-    if not known.is_recorded(key):
+    if misses >= MOST_VARIANTS or len(known.failures.get(key, ())) >= MOST_FAILURES:
         return own(**arguments)
     return record(known, key, own, arguments, *given, cache, position)
 
@@ -490,26 +494,16 @@ def graphs_of(model: Any) -> Graphs:
     return known
 
 
-def most_positions(cache: Any) -> int:
-    """Return the length that a cache can have at most, -1 for those that grow."""
-    layers = getattr(cache, "self_attention_cache", cache).layers
-    return max((getattr(it, "max_cache_len", -1) for it in layers), default=-1)
-
-
-def length_of(cache: Any) -> int | None:
-    try:
-        return int(cache.get_seq_length())
-    except (AttributeError, TypeError, ValueError):  # a cache without a length
-        return None
-
-
 # ------------------------------------------------------------------------------------------- run
 
 
 def run(
     known: Graphs, key: Key, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
-) -> Any:
-    """Return the output of a graph that fits the call, or None."""
+) -> tuple[Any, int]:
+    """Return the output of a graph that fits the call, or None, and the number that have missed.
+
+    A miss is a graph that fits but for a number that Python has read from a tensor.
+    """
     binding = known.bindings.get(cache)
     is_bound = (
         binding is not None
@@ -519,24 +513,31 @@ def run(
     )
     if is_bound:
         assert binding is not None
-        return run_bound(binding, tensors, cache, position)
+        output = run_bound(binding, tensors, cache, position)
+        if output is not None:
+            return output, 0
     if key not in known.graphs:
-        return None
+        return None, 0
     state = State(cache)
+    misses = 0
     for graph in known.graphs[key]:
-        if holds_at(graph.arguments, descriptions, position) and fits(graph, state.descriptions, position):
-            binding = Binding(graph, state)
-            output = run_bound(binding, tensors, cache, position)
-            if output is not None:
-                known.bindings[cache] = binding
-                known.has_run = True
-                return output
-    return None
+        is_alike = holds_at(graph.arguments, descriptions, position)
+        if not is_alike or not fits(graph, state, position):
+            continue
+        binding = Binding(graph, state)
+        output = run_bound(binding, tensors, cache, position)
+        if output is not None:
+            known.bindings[cache] = binding
+            known.has_run = True
+            return output, misses
+        misses += 1
+    return None, misses
 
 
-def fits(graph: Graph, before: Any, position: int) -> bool:
+def fits(graph: Graph, state: State, position: int) -> bool:
     first, end = graph.positions
-    return first <= position < end and holds_at(graph.before, before, position)
+    is_within = first <= position < min(end, state.limit)
+    return is_within and holds_at(graph.before, state.descriptions, position)
 
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
@@ -682,3 +683,14 @@ def use_graphs(model: PreTrainedModel) -> None:
     if has_loss:
         put_back(model)
     replace(model, FooDecodingLanguageModel if has_loss else FooDecoder)
+
+
+def reason_of_no_graphs(model: nn.Module) -> str | None:
+    """Return why the tokens of a model are not run as graphs, as far as calls have shown it."""
+    known = vars(model).get(GRAPHS)
+    if known is None:
+        reason = reason_of(model)
+    else:
+        last = [reasons[-1] for reasons in known.failures.values() if len(reasons) >= MOST_FAILURES]
+        reason = known.reason or (last[-1] if last and not known.graphs else None)
+    return None if reason is None else f"tokens are not run as graphs: {reason}"

@@ -19,7 +19,11 @@ from foo_ops.integrations.transformers.attention_layers import (
     looks_up,
     own_function,
 )
-from foo_ops.integrations.transformers.decode_graph import FooDecoder, use_graphs
+from foo_ops.integrations.transformers.decode_graph import (
+    FooDecoder,
+    reason_of_no_graphs,
+    use_graphs,
+)
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
@@ -251,6 +255,8 @@ def kinds_of(module: nn.Module) -> set[str]:
         kinds = set()
     else:
         kinds = {kind for kind, classes in KINDS.items() if isinstance(module, classes)}
+        if "decode" in kinds and reason_of_no_graphs(module) is not None:
+            kinds.remove("decode")
     if vars(module).get("_loss_function") in LOSSES.values():
         kinds.add("loss")
     if foo_cache.is_installed(module):
@@ -309,6 +315,8 @@ def left_alone(model: nn.Module) -> dict[str, str]:
 
 
 def reason_of(module: nn.Module) -> str | None:
+    if isinstance(module, FooDecoder):
+        return reason_of_no_graphs(module)
     name = type(module).__name__
     if isinstance(module, FooPackedLinear):
         return None

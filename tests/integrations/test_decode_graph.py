@@ -1,0 +1,537 @@
+"""Steps of tokens that are recorded, and run without Python."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+import transformers
+from support.forked import failures
+from support.transformer_models import DECODERS, GROUPED, build, decoder, padding, tokens
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, StaticCache
+
+from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
+from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, TOKENS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LLAMA = "llama"
+MODELS = {
+    **{name: lambda name=name: decoder(name) for name in [*DECODERS, "Qwen3", "GPT2", "Phi3"]},
+    "qwen3_next: recurrent layers": lambda: build(
+        transformers.AutoModelForCausalLM,
+        lambda: transformers.Qwen3NextConfig(
+            **GROUPED,
+            num_experts=4,
+            num_experts_per_tok=2,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    "mamba2: no attention": lambda: build(
+        transformers.AutoModelForCausalLM,
+        lambda: transformers.Mamba2Config(
+            num_heads=6, head_dim=16, hidden_size=48, state_size=8, n_groups=2, chunk_size=8,
+            vocab_size=97, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        ),
+    ),
+    "t5: encoder": lambda: build(
+        transformers.AutoModelForSeq2SeqLM,
+        lambda: transformers.T5Config(
+            d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, vocab_size=97,
+            decoder_start_token_id=0, eos_token_id=None,
+        ),
+    ),
+    "bart: encoder": lambda: build(
+        transformers.AutoModelForSeq2SeqLM,
+        lambda: transformers.BartConfig(
+            d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
+            decoder_attention_heads=6, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=97,
+            max_position_embeddings=64, decoder_start_token_id=2, forced_eos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+}  # fmt: skip
+CALLS = {
+    "one": {},
+    "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.2},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "padded": {"attention_mask": padding("left", 7).long()},
+}
+
+
+def generated(model, prompt, count=20, **options):
+    """Return the tokens that a model generates, and their logits."""
+    torch.manual_seed(3)
+    options = {"do_sample": False, **options}
+    output = model.generate(
+        prompt,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+def assert_same(ours, theirs):
+    """The same operators on the same numbers: not one bit may differ."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def graph_count(model):
+    known = vars(model).get(GRAPHS)
+    return 0 if known is None else sum(map(len, known.graphs.values()))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Record the positions of the tokens that were computed by a graph."""
+    from foo_ops.integrations.transformers import decode_graph
+
+    positions, own = [], decode_graph.run_bound
+
+    def run_bound(binding, given, cache, position):
+        output = own(binding, given, cache, position)
+        if output is not None:
+            positions.append(position)
+        return output
+
+    monkeypatch.setattr(decode_graph, "run_bound", run_bound)
+    return positions
+
+
+# ------------------------------------------------------------------------------- models and caches
+
+
+@pytest.mark.parametrize("call", ["one", "sampled", "static", "beams", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_the_same(name, call, runs):
+    options = CALLS[call]
+    prompt = tokens(3, 7) if call == "padded" else tokens(2, 5)
+    model = apply(MODELS[name](), decode=False)
+    theirs = generated(model, prompt, **options)
+    apply(model)
+    for _ in range(2):
+        assert_same(generated(model, prompt, **options), theirs)
+    assert runs or call == "beams"
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_devices(device, dtype, runs):
+    model = apply(decoder(LLAMA, device, dtype), decode=False)
+    prompt = tokens(2, 5).to(device)
+    theirs = generated(model, prompt)
+    assert_same(generated(apply(model), prompt), theirs)
+    assert len(runs) >= 12
+
+
+@pytest.mark.parametrize("options", [{"quantize": 8}, {"quantize": 4}, {"cache": 8}])
+def test_quantised_models_and_caches(options, runs):
+    model = decoder(LLAMA, hidden_size=64, num_attention_heads=8)
+    model = apply(model, **options, decode=False)
+    prompt = tokens(2, 5)
+    theirs = generated(model, prompt)
+    assert_same(generated(apply(model, **options), prompt), theirs)
+    assert len(runs) >= 12
+
+
+def test_a_cache_that_grows(runs):
+    """Memory is allocated twice: from 64 positions, and from 130 on."""
+    model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
+    prompt = tokens(1, 5)
+    theirs = generated(model, prompt, 140)
+    assert_same(generated(apply(model), prompt, 140), theirs)
+    assert len(runs) > 115
+
+
+def test_a_graph_serves_caches_of_other_lengths(runs):
+    model = apply(decoder(LLAMA))
+    generated(model, tokens(1, 5))
+    count, before = graph_count(model), len(runs)
+    theirs = generated(apply(restore(copy.deepcopy(model)), decode=False), tokens(1, 33), 8)
+    assert_same(generated(model, tokens(1, 33), 8), theirs)
+    assert graph_count(model) == count
+    assert len(runs) - before == 7
+
+
+def test_the_cache_after_a_call(runs):
+    """Its objects are as the model's own forward would leave them."""
+    model = apply(decoder(LLAMA))
+    theirs = apply(copy.deepcopy(model), decode=False)
+    restore(theirs)
+    apply(theirs, decode=False)
+    inputs = tokens(2, 16)
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for each, cache in zip((model, theirs), caches):
+            each(inputs[:, :4], past_key_values=cache)
+            for part in inputs[:, 4:].split(1, 1):
+                output = each(part, past_key_values=cache)
+                assert output.past_key_values is cache
+    assert runs[-1] == 15
+    for ours, own in zip(*(it.layers for it in caches), strict=True):
+        assert ours.get_seq_length() == 16
+        assert_same((ours.keys, ours.values), (own.keys, own.values))
+        state, other = vars(ours.memory), vars(own.memory)
+        assert state.keys() == other.keys()
+        assert (state["end"], state["room"]) == (other["end"], other["room"])
+        assert state["last_keys"] is ours.keys
+
+
+def test_the_output_is_a_model_output(runs):
+    model = apply(decoder(LLAMA))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        outputs = [model(tokens(1, 1), past_key_values=cache) for _ in range(8)]
+    recorded, run = outputs[2], outputs[-1]
+    assert runs
+    assert type(run) is type(recorded)
+    assert run.keys() == recorded.keys()
+    assert vars(run).keys() == vars(recorded).keys()
+    assert run[0] is run.logits is run["logits"]
+    assert run.to_tuple()[0] is run.logits
+
+
+CHANGES_OF_CACHES = {
+    "cropped": lambda cache: cache.crop(-2),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "overwritten": lambda cache: cache.layers[0].keys.zero_() is None,
+    "replaced": lambda cache: setattr(cache.layers[1], "values", cache.layers[1].values * 2),
+    "copied": copy.deepcopy,
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_CACHES)
+def test_caches_that_others_change(change, runs):
+    model = apply(decoder(LLAMA))
+    own = apply(restore(copy.deepcopy(model)), decode=False)
+    inputs = tokens(2, 20)
+
+    def decode(each):
+        cache, parts = DynamicCache(config=each.config), []
+        with torch.no_grad():
+            each(inputs[:, :4], past_key_values=cache)
+            for number, part in enumerate(inputs[:, 4:].split(1, 1)):
+                if number in (8, 9):
+                    cache = CHANGES_OF_CACHES[change](cache) or cache
+                parts.append(each(part, past_key_values=cache).logits)
+        return parts
+
+    assert_same(decode(model), decode(own))
+    assert runs
+
+
+# ------------------------------------------------------------------------- models that are changed
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, options).eval()
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+
+
+def replaced_layer(model):
+    torch.manual_seed(5)
+    model.model.layers[0].mlp.down_proj = nn.Linear(64, 48, bias=False)
+
+
+def loaded(model):
+    state = {name: it * 0.9 for name, it in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+CHANGES = {
+    "converted": lambda model: model.bfloat16(),
+    "loaded": loaded,
+    "in place": in_place,
+    "by data": lambda model: model.lm_head.weight.data.mul_(2) is None,
+    "replaced": replaced_layer,
+    "hooked": lambda model: model.model.norm.register_forward_hook(lambda *given: given[-1] * 2),
+    "configured": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "another attention": lambda model: model.set_attn_implementation("eager") and None,
+    "restored": restore,
+    "trained": lambda model: model.train() and None,
+    "adapted": lora,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_models_that_change(change, runs):
+    model = apply(decoder(LLAMA))
+    inputs = tokens(2, 20)
+
+    def decode(changed, before):
+        """Decode half of the tokens, change the model, and decode the rest with the same cache."""
+        cache, parts = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            before(inputs[:, :4], past_key_values=cache)
+            for number, part in enumerate(inputs[:, 4:].split(1, 1)):
+                if number == 8:
+                    before = changed()
+                if number >= 8 and before.dtype != inputs.dtype:
+                    for layer in cache.layers:
+                        layer.keys, layer.values = (
+                            it.to(before.dtype) for it in (layer.keys, layer.values)
+                        )
+                parts.append(before(part, past_key_values=cache).logits)
+        return parts
+
+    def change_it(each):
+        return CHANGES[change](each) or each
+
+    def made(each):
+        result = change_it(each)
+        return result if isinstance(result, nn.Module) else each
+
+    own = apply(restore(copy.deepcopy(model)), decode=False)
+    assert_same(decode(lambda: made(model), model), decode(lambda: made(own), own))
+    assert runs
+
+
+def test_an_adapter_that_is_merged(runs):
+    """peft changes lists of its layers in place, and weights through ``data``."""
+    model = lora(apply(decoder(LLAMA)))
+    own = lora(apply(decoder(LLAMA), decode=False))
+    prompt = tokens(1, 5)
+    for each in (lambda it: None, lambda it: it.merge_adapter(), lambda it: it.disable_adapter_layers()):
+        each(model)
+        each(own)
+        assert_same(generated(model, prompt), generated(own, prompt))
+    assert runs
+
+
+def test_copies_have_no_graphs():
+    model = apply(decoder(LLAMA))
+    generated(model, tokens(1, 5))
+    assert graph_count(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert graph_count(twin) == 0
+        assert_same(generated(twin, tokens(1, 5)), generated(model, tokens(1, 5)))
+
+
+def test_replicas_do_not_use_the_graphs_of_another_model():
+    """torch copies the dictionary of a model for each device (nn.parallel.replicate)."""
+    model = apply(decoder(LLAMA))
+    generated(model, tokens(1, 5))
+    replica = model._replicate_for_data_parallel()
+    replica._parameters = {}
+    assert not vars(replica)[GRAPHS].is_of(replica)
+
+
+def test_a_model_is_freed():
+    model = apply(decoder(LLAMA))
+    generated(model, tokens(1, 5))
+    model.itself = [model]
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
+
+
+# ------------------------------------------------------------------------------------ calls by others
+
+
+def test_what_is_never_run_by_a_graph(runs):
+    model = apply(decoder(LLAMA))
+    cache = DynamicCache(config=model.config)
+    generated(model, tokens(1, 5))
+    del runs[:]
+    with torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+        model(tokens(1, 1), past_key_values=cache, output_attentions=True)
+        model(tokens(1, 1), past_key_values=cache, return_dict=False)
+        model(tokens(1, 1), past_key_values=cache, labels=tokens(1, 1))
+        model(inputs_embeds=torch.randn(1, 1, 48), past_key_values=cache)
+        with torch.autocast("cpu"):
+            model(tokens(1, 1), past_key_values=cache)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens(1, 1), past_key_values=cache)
+    assert counter.get_total_flops() > 0
+    model(tokens(1, 1), past_key_values=DynamicCache(config=model.config))
+    assert not runs
+
+
+def test_inference_mode(runs):
+    model = apply(decoder(LLAMA), decode=False)
+    prompt = tokens(2, 5)
+    theirs = generated(model, prompt)
+    apply(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same(generated(model, prompt), theirs)
+    assert runs
+
+
+def test_hooks_and_foreign_modules_are_named():
+    model = apply(decoder(LLAMA))
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *given: None)
+    generated(model, tokens(1, 5))
+    assert left_alone(model)[""] == "tokens are not run as graphs: model.layers.1.mlp has hooks"
+    assert "decode" not in replaced(model)
+    handle.remove()
+    generated(model, tokens(1, 5))
+    assert "" not in left_alone(model)
+    assert replaced(model)["decode"] == 1
+
+    class Doubled(nn.Identity):
+        def forward(self, input):
+            return input * 2
+
+    Doubled.__module__ = "mine.layers"
+    model.model.norm = Doubled()
+    generated(model, tokens(1, 5))
+    assert left_alone(model)[""] == (
+        "tokens are not run as graphs: model.norm is a Doubled of mine"
+    )
+
+
+def test_a_module_that_counts_its_calls():
+    """Its attribute changes with each call, and with it all that was recorded."""
+
+    class Counting(nn.Identity):
+        count = 0
+
+        def forward(self, input):
+            self.count += 1
+            return input * (1 + self.count)
+
+    Counting.__module__ = "transformers.models.counting"
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    model.model.norm, own.model.norm = Counting(), Counting()
+    assert_same(generated(model, tokens(1, 5), 30), generated(own, tokens(1, 5), 30))
+    assert left_alone(model)[""] == (
+        "tokens are not run as graphs: its modules change with each call"
+    )
+
+
+def test_numbers_that_python_reads(runs):
+    """Two graphs, one for each answer."""
+
+    class Reading(nn.Identity):
+        def forward(self, input):
+            return input * 2 if (input.sum() > 0).item() else input * 3
+
+    Reading.__module__ = "transformers.models.reading"
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    model.model.embed_tokens.register_module("reading", Reading())
+    for each in (model, own):
+        torch.manual_seed(1)
+        embedding = nn.Sequential(each.model.embed_tokens, Reading())
+        each.model.embed_tokens = embedding
+    inputs = tokens(1, 60)
+
+    def decode(each):
+        cache = DynamicCache(config=each.config)
+        with torch.no_grad():
+            each(inputs[:, :4], past_key_values=cache)
+            return [each(it, past_key_values=cache).logits for it in inputs[:, 4:].split(1, 1)]
+
+    assert_same(decode(model), decode(own))
+    assert runs
+
+
+# --------------------------------------------------------------------------- threads and processes
+
+
+def test_threads():
+    model = apply(decoder(LLAMA))
+    own = apply(restore(copy.deepcopy(model)), decode=False)
+    prompts = [tokens(1, 4 + number) for number in range(4)]
+    theirs = [generated(own, it)[0] for it in prompts]
+    ours = [None] * 4
+
+    def work(number):
+        for _ in range(3):
+            ours[number] = generated(model, prompts[number])[0]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(ours, theirs)
+
+
+def test_a_fork():
+    model = apply(decoder(LLAMA))
+    before = generated(model, tokens(1, 5))
+
+    def child():
+        assert_same(generated(model, tokens(1, 5)), before)
+
+    assert not failures([child])
+
+
+# --------------------------------------------------------------------------------- Python per token
+
+
+@contextlib.contextmanager
+def counted_calls(counts):
+    def count(frame, event, argument):
+        if event in ("call", "c_call"):
+            counts[0] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def python_calls(layers, **options):
+    """Return how many calls Python makes for a token."""
+    model = apply(decoder(LLAMA, num_hidden_layers=layers), **options)
+    cache = DynamicCache(config=model.config)
+    token, counts = tokens(1, 1), [0]
+    with torch.no_grad():
+        model(tokens(1, 4), past_key_values=cache)
+        for _ in range(TOKENS + 2):
+            model(token, past_key_values=cache)
+        with counted_calls(counts):
+            model(token, past_key_values=cache)
+    return counts[0]
+
+
+def test_python_calls_of_a_token_do_not_grow_with_the_layers():
+    assert python_calls(8) == python_calls(2) < 200
+    assert python_calls(8, decode=False) > 8 * 150
+
+
+def test_failures_end():
+    """A model whose calls cannot be recorded is not slowed down for long."""
+
+    class Listing(nn.Identity):
+        def forward(self, input):
+            return input * input.new_tensor(input.flatten()[:1].tolist())
+
+    Listing.__module__ = "transformers.models.listing"
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    model.model.norm, own.model.norm = Listing(), Listing()
+    assert_same(generated(model, tokens(1, 5), 40), generated(own, tokens(1, 5), 40))
+    known = vars(model)[GRAPHS]
+    assert max(map(len, known.failures.values())) <= MOST_FAILURES
+    assert left_alone(model)[""] == (
+        "tokens are not run as graphs: it reads a tensor by tolist"
+    )
