@@ -15,7 +15,7 @@ from support.forked import failures
 from support.transformer_models import DECODERS, GROUPED, build, decoder, padding, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, TOKENS
@@ -315,7 +315,11 @@ def test_an_adapter_that_is_merged(runs):
     model = lora(apply(decoder(LLAMA)))
     own = lora(apply(decoder(LLAMA), decode=False))
     prompt = tokens(1, 5)
-    for each in (lambda it: None, lambda it: it.merge_adapter(), lambda it: it.disable_adapter_layers()):
+    for each in (
+        lambda it: None,
+        lambda it: it.merge_adapter(),
+        lambda it: it.disable_adapter_layers(),
+    ):
         each(model)
         each(own)
         assert_same(generated(model, prompt), generated(own, prompt))
@@ -350,7 +354,7 @@ def test_a_model_is_freed():
     assert freed() is None
 
 
-# ------------------------------------------------------------------------------------ calls by others
+# ---------------------------------------------------------------------------------- calls by others
 
 
 def test_what_is_never_run_by_a_graph(runs):
@@ -532,6 +536,4 @@ def test_failures_end():
     assert_same(generated(model, tokens(1, 5), 40), generated(own, tokens(1, 5), 40))
     known = vars(model)[GRAPHS]
     assert max(map(len, known.failures.values())) <= MOST_FAILURES
-    assert left_alone(model)[""] == (
-        "tokens are not run as graphs: it reads a tensor by tolist"
-    )
+    assert left_alone(model)[""] == ("tokens are not run as graphs: it reads a tensor by tolist")

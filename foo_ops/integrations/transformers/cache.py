@@ -237,7 +237,10 @@ class Memory:
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.end += given[0].shape[2]
         keys, values = self.shown
-        self.last_keys, self.last_values = keys.narrow(2, 0, self.end), values.narrow(2, 0, self.end)
+        self.last_keys, self.last_values = (
+            keys.narrow(2, 0, self.end),
+            values.narrow(2, 0, self.end),
+        )
         return self.last_keys, self.last_values
 
 

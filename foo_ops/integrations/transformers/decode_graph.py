@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import OrderedDict
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,12 +37,12 @@ from foo_ops.integrations.transformers.recording import (
     PLAIN,
     Line,
     Name,
-    NotRecordable,
+    NotRecordedError,
     Recording,
     address_of,
     holds_at,
     make_program,
-    merged,
+    merged_all,
 )
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -83,7 +83,7 @@ SIZES = {
 """Integers of configurations to which no model compares the length of a cache."""
 
 
-# ------------------------------------------------------------------------------ the state of a cache
+# ----------------------------------------------------------------------------- the state of a cache
 
 
 class State:
@@ -332,7 +332,7 @@ class Graphs:
         self.reason = changes or reason_of(model)
         self.graphs: OrderedDict[Key, list[Graph]] = OrderedDict()
         self.failures: dict[Key, list[str]] = {}
-        self.steps: WeakKeyDictionary[Any, tuple[Key, list[Step]]] = WeakKeyDictionary()
+        self.steps: dict[Key, list[Step]] = {}
         self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
         self.calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         configs = {id(it.config): it.config for it in model.modules() if hasattr(it, "config")}
@@ -399,7 +399,7 @@ def is_unusual() -> bool:
 
 
 def plain_arguments(arguments: dict[str, Any], cache: Any) -> tuple[Any, list[Tensor]] | None:
-    """Return descriptions of a call's arguments and the tensors among them, or None if it has others."""
+    """Return descriptions of a call's arguments, and their tensors; None for other classes."""
     others = {name: it for name, it in arguments.items() if it is not cache}
     tensors = list(tensors_of(others.values()))
     if not is_plain(others):
@@ -572,13 +572,14 @@ def record(
     cache: Any,
     position: int,
 ) -> Any:
-    """Call a model's own forward while its operators are recorded; make a graph after some calls."""
+    """Call a model's own forward and record its operators; after some calls, make a graph."""
+    steps = known.steps.pop(key, [])
+    if any(it.position == position for it in steps):
+        known.steps[key] = steps
+        return own(**arguments)
     state = State(cache)
     with Recording([*tensors, *state.tensors()]) as recording:
         output = own(**arguments)
-    last_key, steps = known.steps.pop(cache, (key, []))
-    if last_key != key or not steps or steps[-1].position != position - 1:
-        steps = []
     try:
         step = Step(
             recording,
@@ -588,12 +589,13 @@ def record(
             changes_of(recording, state, State(cache)),
             output_of(recording, output, cache),
         )
+        recording.release()
         steps = [*steps, step]
         if len(steps) == TOKENS:
             known.add(key, make_graph(steps, len(tensors), state))
         else:
-            known.steps[cache] = key, steps
-    except NotRecordable as reason:
+            known.steps[key] = steps
+    except NotRecordedError as reason:
         known.failures.setdefault(key, []).append(str(reason))
     return output
 
@@ -601,16 +603,14 @@ def record(
 def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[int, Any], Any]:
     """Return the values that a call has changed, in which tensors are names."""
     if not before.is_known:
-        raise NotRecordable("its cache holds other values than tensors and numbers")
+        raise NotRecordedError("its cache holds other values than tensors and numbers")
     if before.values.keys() != after.values.keys():
-        raise NotRecordable("it adds to the objects of its cache")
+        raise NotRecordedError("it adds to the objects of its cache")
     if any(old is not new for old, new in zip(before.owners, after.owners)):
-        raise NotRecordable("it replaces objects of its cache")
-    changed = {
-        key: value for key, value in after.values.items() if value is not before.values[key]
-    }
+        raise NotRecordedError("it replaces objects of its cache")
+    changed = {key: value for key, value in after.values.items() if value is not before.values[key]}
     if any(type(it) is not int and not isinstance(it, Tensor) for it in changed.values()):
-        raise NotRecordable("it changes more than tensors and integers of its cache")
+        raise NotRecordedError("it changes more than tensors and integers of its cache")
     return {key: named(recording, value) for key, value in changed.items()}
 
 
@@ -620,13 +620,13 @@ def named(recording: Recording, value: Any) -> Any:
 
 def output_of(recording: Recording, output: Any, cache: Any) -> Any:
     if not isinstance(output, ModelOutput):
-        raise NotRecordable("its output is no ModelOutput")
+        raise NotRecordedError("its output is no ModelOutput")
     fields = {
         name: CACHE if value is cache else named(recording, value)
         for name, value in vars(output).items()
     }
     if not all(it is None or it is CACHE or isinstance(it, Name) for it in fields.values()):
-        raise NotRecordable("its output has more than tensors and a cache")
+        raise NotRecordedError("its output has more than tensors and a cache")
     return [type(output), fields]
 
 
@@ -634,21 +634,18 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
     """Make a graph from steps of successive tokens.
 
     Raises:
-        NotRecordable: if they differ in more than integers that grow with the position.
+        NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    position = steps[0].position
-    first, second, *others = (it[2:] for it in steps)
-    lines = merged(first, second, position)
-    for place, parts in enumerate(others, position + 2):
-        if not holds_at(lines, parts, place):
-            raise NotRecordable("a number does not grow with the position")
-    arguments, before, changes, (output_class, fields) = lines
+    positions = [it.position for it in steps]
+    arguments, before, changes, (output_class, fields) = merged_all(
+        [it[2:] for it in steps], positions
+    )
     limits = limits_of(it for it in before.values() if type(it) is int)
-    if bisect_right(limits, position) != bisect_right(limits, position + len(steps) - 1):
-        raise NotRecordable("it passes a limit of its cache")
+    if len({bisect_right(limits, it) for it in positions}) > 1:
+        raise NotRecordedError("it passes a limit of its cache")
     names = {it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)}
     outputs = {name: Output(number) for number, name in enumerate(names)}
-    program, used = make_program([it.recording for it in steps], position, list(outputs))
+    program, used = make_program([it.recording for it in steps], positions, list(outputs))
     inputs = [it - argument_count for it in used if it >= argument_count]
     places = {key: place for place, key in enumerate(state.keys_of_tensors())}
     return Graph(
@@ -658,10 +655,14 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         arguments=arguments,
         before=before,
         changes={
-            key: outputs[it] if isinstance(it, Name) else it if isinstance(it, Line) else Line(it, 0)
+            key: outputs[it]
+            if isinstance(it, Name)
+            else it
+            if isinstance(it, Line)
+            else Line(it, 0)
             for key, it in changes.items()
         },
-        positions=around(position, limits),
+        positions=around(positions[0], limits),
         next_inputs=[
             (inputs.index(places[key]), outputs[it].number)
             for key, it in changes.items()
@@ -683,6 +684,10 @@ def use_graphs(model: PreTrainedModel) -> None:
     if has_loss:
         put_back(model)
     replace(model, FooDecodingLanguageModel if has_loss else FooDecoder)
+
+
+def as_line(value: Line | int) -> Line:
+    return value if isinstance(value, Line) else Line(value, 0)
 
 
 def reason_of_no_graphs(model: nn.Module) -> str | None:

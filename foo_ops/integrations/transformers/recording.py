@@ -1,8 +1,8 @@
 """Recordings of a call's operators, and programs that run them again without Python.
 
-A call that is repeated with one number counted up, such as a model's for the next token, is recorded
-three times. Where the recordings differ in integers only, and these lie on lines, the operators of
-any further call are known: a `foo_ops._C.Program` runs them.
+A call that is repeated at other positions, such as a model's for the next token, is recorded three
+times. Where the recordings differ in integers only, and these lie on lines, the operators of any
+further call are known: a `foo_ops._C.Program` runs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READS = {
 """Functions by which Python sees the numbers of a tensor without an operator."""
 
 
-class NotRecordable(Exception):
+class NotRecordedError(Exception):
     """A call cannot become a program; the message is the reason."""
 
 
@@ -113,6 +113,12 @@ class Recording(TorchDispatchMode):
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
         self.reads.__exit__(*details)
+
+    def release(self) -> None:
+        """Let go of the tensors that are no constants, once the call has ended."""
+        self.names.clear()
+        self.held.clear()
+        self.computed.clear()
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
@@ -232,35 +238,38 @@ class Line(NamedTuple):
     step: int
 
     @classmethod
-    def through(cls, one: int, other: int, position: int) -> Line:
-        """Return the line through ``one`` at the position and ``other`` at the next."""
-        return cls(one - (other - one) * position, other - one)
+    def through(cls, one: int, other: int, positions: tuple[int, int]) -> Line:
+        """Return the line through two integers at two positions."""
+        step, rest = divmod(other - one, positions[1] - positions[0])
+        if rest:
+            raise NotRecordedError("a number does not grow with the position")
+        return cls(one - step * positions[0], step)
 
     def at(self, position: int) -> int:
         return self.start + self.step * position
 
 
-def merged(one: Any, other: Any, position: int) -> Any:
+def merged(one: Any, other: Any, positions: tuple[int, int]) -> Any:
     """Merge a value of two recordings: integers that differ become a `Line`."""
     if type(one) is not type(other):
-        raise NotRecordable("its operators depend on more than the position")
+        raise NotRecordedError("its operators depend on more than the position")
     if isinstance(one, Name):
         if one != other:
-            raise NotRecordable("its tensors change places")
+            raise NotRecordedError("its tensors change places")
         return one
     if isinstance(one, (list, tuple)):
         if len(one) != len(other):
-            raise NotRecordable("its lists change their lengths")
-        parts = [merged(*pair, position) for pair in zip(one, other)]
+            raise NotRecordedError("its lists change their lengths")
+        parts = [merged(*pair, positions) for pair in zip(one, other)]
         return Layout(*parts) if isinstance(one, Layout) else parts
     if isinstance(one, dict):
         if one.keys() != other.keys():
-            raise NotRecordable("its operators change their arguments")
-        return {name: merged(it, other[name], position) for name, it in one.items()}
+            raise NotRecordedError("its operators change their arguments")
+        return {name: merged(it, other[name], positions) for name, it in one.items()}
     if type(one) is int and one != other:
-        return Line.through(one, other, position)
+        return Line.through(one, other, positions)
     if one is not other and one != other:
-        raise NotRecordable("a number changes, and is no integer")
+        raise NotRecordedError("a number changes, and is no integer")
     return one
 
 
@@ -295,29 +304,40 @@ def parts_of(call: Call) -> tuple[Any, ...]:
     return call.arguments, call.keywords, call.results, call.views
 
 
-def merged_calls(recordings: Sequence[Recording], position: int) -> list[Call]:
-    """Return the calls of recordings of successive positions, with lines in place of integers."""
-    first, second, *others = recordings
+def merged_all(values: Sequence[Any], positions: Sequence[int]) -> Any:
+    """Merge the values of three or more recordings; the others have to confirm the first two.
+
+    Raises:
+        NotRecordedError: if they differ in more than integers that grow with the position.
+    """
+    first, second = positions[:2]
+    lines = merged(*values[:2], (first, second))
+    for value, position in zip(values[2:], positions[2:]):
+        if not holds_at(lines, value, position):
+            raise NotRecordedError("a number does not grow with the position")
+    return lines
+
+
+def merged_calls(recordings: Sequence[Recording], positions: Sequence[int]) -> list[Call]:
+    """Return the calls of recordings, with lines in place of integers."""
+    first, *_ = recordings
     for recording in recordings:
         if recording.failure is not None:
-            raise NotRecordable(recording.failure)
+            raise NotRecordedError(recording.failure)
         if len(recording.calls) != len(first.calls):
-            raise NotRecordable("the number of its operators changes")
+            raise NotRecordedError("the number of its operators changes")
         if len(recording.constants) != len(first.constants):
-            raise NotRecordable("the number of its tensors changes")
+            raise NotRecordedError("the number of its tensors changes")
         if not all(map(is_same_constant, first.constants, recording.constants)):
-            raise NotRecordable("it makes tensors from numbers that change")
-    calls = []
+            raise NotRecordedError("it makes tensors from numbers that change")
     check_written(recordings)
-    for number, (one, other) in enumerate(zip(first.calls, second.calls)):
-        line = merged(parts_of(one), parts_of(other), position)
-        for place, recording in enumerate(others, position + 2):
-            if not holds_at(line, parts_of(recording.calls[number]), place):
-                raise NotRecordable("a number does not grow with the position")
-        if any(one.operator is not it.calls[number].operator for it in recordings):
-            raise NotRecordable("its operators change")
-        arguments, keywords, results, views = line
-        calls.append(Call(one.operator, tuple(arguments), keywords, tuple(results), views))
+    calls = []
+    for same in zip(*(it.calls for it in recordings)):
+        operator = same[0].operator
+        if any(it.operator is not operator for it in same):
+            raise NotRecordedError("its operators change")
+        arguments, keywords, results, views = merged_all([*map(parts_of, same)], positions)
+        calls.append(Call(operator, tuple(arguments), keywords, tuple(results), views))
     return calls
 
 
@@ -328,7 +348,7 @@ def check_written(recordings: Sequence[Recording]) -> None:
         if name.kind == "constant":
             tensor = first.constants[name.number]
             if any(it.constants[name.number] is not tensor for it in others):
-                raise NotRecordable("it writes to a tensor that is replaced")
+                raise NotRecordedError("it writes to a tensor that is replaced")
 
 
 def names_in(value: Any) -> Iterator[Name]:
@@ -371,7 +391,7 @@ def in_order(calls: list[Call], addresses: dict[Name, int]) -> list[int]:
         given = list(names_in((call.arguments, call.keywords)))
         is_late = any(first_write.get(addresses[it], number) < number for it in given)
         if call.writes or call.is_random or is_late:
-            raise NotRecordable("it reads numbers after it has written some")
+            raise NotRecordedError("it reads numbers after it has written some")
         for name in given:
             if name in makers:
                 add(makers[name])
@@ -427,7 +447,7 @@ class Builder:
         if is_guard(value):
             return self.value(value)
         if any(it is None for it in value):
-            raise NotRecordable("an operator returns a list of its arguments")
+            raise NotRecordedError("an operator returns a list of its arguments")
         return [self.register(it) for it in value]
 
     def instructions(self, outputs: Sequence[Name]) -> list[tuple[Any, ...]]:
@@ -446,7 +466,9 @@ class Builder:
         for call, ends, is_used in reversed(wanted):
             for instruction in self.instructions_of(call, set(is_used)):
                 made.append([[], *instruction])
-            made[-1][0] = [self.register(it) for it in ends if it in self.registers or it in is_used]
+            made[-1][0] = [
+                self.register(it) for it in ends if it in self.registers or it in is_used
+            ]
         return [tuple(it) for it in made]
 
     def read_by(self, call: Call) -> set[Name]:
@@ -475,22 +497,22 @@ class Builder:
 
 
 def make_program(
-    recordings: Sequence[Recording], position: int, outputs: Sequence[Name]
+    recordings: Sequence[Recording], positions: Sequence[int], outputs: Sequence[Name]
 ) -> tuple[Program, list[int]]:
-    """Make the program of a call from recordings of it at successive positions.
+    """Make the program of a call from recordings of it.
 
     Args:
-        recordings: three or more, the first at ``position``, each with the same inputs.
-        position: any integer, such as the length of a cache.
+        recordings: three or more, each with the same inputs.
+        positions: a different integer for each recording, such as the length of a cache.
         outputs: the tensors that the program is to return.
 
     Returns:
         The program, and the numbers of the inputs that it reads.
 
     Raises:
-        NotRecordable: if the recordings differ in more than integers that grow with the position.
+        NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    calls = merged_calls(recordings, position)
+    calls = merged_calls(recordings, positions)
     builder = Builder(calls, recordings[0].addresses)
     instructions = builder.instructions(outputs)
     returned = [builder.register(it) for it in outputs]
