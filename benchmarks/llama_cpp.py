@@ -39,7 +39,7 @@ OF_LAYER = {
 class LlamaCpp:
     """A model in llama.cpp that has read a prompt.
 
-    It decodes one token again and again, or reads the prompt again and again.
+    It decodes some tokens again and again, or reads the prompt again and again.
 
     Raises ModuleNotFoundError if llama.cpp is not installed.
 
@@ -47,7 +47,7 @@ class LlamaCpp:
         model: a Llama of transformers.
         tokens: the prompt, and the token that follows.
         weights: a key of `TYPES`.
-        decodes: whether it decodes.
+        decoded: how many tokens a call decodes; 0 reads the prompt.
         compared: returns substitutes for the logits to compare, as weights of few bits change
             these.
     """
@@ -57,7 +57,7 @@ class LlamaCpp:
         model: Any,
         tokens: Sequence[int],
         weights: str,
-        decodes: bool,
+        decoded: int,
         compared: Callable[[], list[Tensor]] | None = None,
     ) -> None:
         import llama_cpp
@@ -65,11 +65,11 @@ class LlamaCpp:
         self.library: Any = llama_cpp
         self.classes = model.config.vocab_size
         *self.prompt, self.last = tokens
-        self.decodes, self.compared = decodes, compared
+        self.decoded, self.compared = decoded, compared
         options: dict[str, Any] = {}
         if weights == "float32":
             options = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
-        room = len(tokens) + 1
+        room = len(tokens) + decoded
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             write(path, model, weights)
@@ -87,10 +87,11 @@ class LlamaCpp:
     def decode(self) -> None:
         # Drop the cached tokens behind the prompt.
         self.model.n_tokens = len(self.prompt)
-        self.model.eval([self.last])
+        for _ in range(self.decoded):
+            self.model.eval([self.last])
 
     def run(self) -> None:
-        if self.decodes:
+        if self.decoded:
             self.decode()
         else:
             self.read_prompt()

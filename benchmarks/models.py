@@ -23,6 +23,8 @@ SECTION = "models"
 AS_IT_IS = "torch"
 """The peer that is the unchanged model."""
 DTYPES = ("bfloat16", "float32")
+DECODED = 8
+"""Tokens that a call decodes, one after the other."""
 GGUF_WEIGHTS = "4 bits"
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -87,7 +89,7 @@ class MixtureSize:
 
     def count(self, phase: str) -> int:
         """Count the tokens of a call."""
-        return {"prefill": self.prompt, "decoding": 1}.get(phase, self.batch * self.context)
+        return {"prefill": self.prompt, "decoding": DECODED}.get(phase, self.batch * self.context)
 
 
 GPT_OSS = "gpt-oss"
@@ -131,7 +133,7 @@ class Size:
 
     def count(self, phase: str) -> int:
         """Count the tokens of a call."""
-        return {"prefill": self.prompt, "decoding": 1}.get(phase, self.batch * self.context)
+        return {"prefill": self.prompt, "decoding": DECODED}.get(phase, self.batch * self.context)
 
 
 DEFAULT = Size()
@@ -190,7 +192,7 @@ def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
 def gguf_case(size: Size, threads: int) -> Case:
     """Decode with the weights of a file, which llama.cpp reads as well."""
     name = f"Llama decoding, GGUF {TYPES[GGUF_WEIGHTS]}"
-    return Case(SECTION, name, partial(gguf_contenders, size), (threads,), 1, headline=True)
+    return Case(SECTION, name, partial(gguf_contenders, size), (threads,), DECODED, headline=True)
 
 
 def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
@@ -314,11 +316,11 @@ def by_llama_cpp(
     decodes = phase == "decoding"
     tokens = size.tokens(1, size.prompt + 1)[0].tolist()
     makers: dict[str, Callable[[], Contender]] = {
-        "llama.cpp": partial(LlamaCpp, model, tokens, dtype, decodes)
+        "llama.cpp": partial(LlamaCpp, model, tokens, dtype, DECODED if decodes else 0)
     }
     for bits in ("8 bits", "4 bits") if decodes else ():
         makers[f"llama.cpp, {bits}"] = partial(
-            LlamaCpp, model, tokens, bits, decodes, lambda: decoding(model, size).results()
+            LlamaCpp, model, tokens, bits, DECODED, lambda: decoding(model, size).results()
         )
     return makers
 
@@ -341,7 +343,7 @@ def gguf_contenders(size: Size) -> Contenders:
         OURS: lambda: decoding(apply(loaded(model)), size),
         AS_IT_IS: as_it_is,
         "llama.cpp": partial(
-            LlamaCpp, model, tokens, GGUF_WEIGHTS, True, lambda: as_it_is().results()
+            LlamaCpp, model, tokens, GGUF_WEIGHTS, DECODED, lambda: as_it_is().results()
         ),
     }
 
@@ -369,7 +371,7 @@ def prefill(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = a
 
 
 def decoding(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = as_it_is) -> Local:
-    """Decode one token after the prompt, again and again.
+    """Decode tokens after the prompt, and drop them again.
 
     The cache grows, as by default in transformers; for compilation it is static, so that one graph
     serves all lengths.
@@ -380,17 +382,18 @@ def decoding(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = 
     is_static = wrap is not as_it_is
     cache: Any = DynamicCache(config=model.config)
     if is_static:
-        cache = StaticCache(config=model.config, max_cache_len=size.prompt + 1)
+        cache = StaticCache(config=model.config, max_cache_len=size.prompt + DECODED)
     with torch.no_grad():
         model(tokens[:, :-1], past_key_values=cache, logits_to_keep=1)
 
     def step() -> Tensor:
-        logits: Tensor = call(tokens[:, -1:], past_key_values=cache).logits
+        for _ in range(DECODED):
+            logits: Tensor = call(tokens[:, -1:], past_key_values=cache).logits
         if is_static:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(size.prompt)
         else:
-            cache.crop(-1)
+            cache.crop(-DECODED)
         return logits
 
     return Local(step, torch.no_grad)

@@ -146,6 +146,9 @@ def apply(
             those of sentence-transformers, which pool them, and classifiers of sequences. Calls
             that need more of an encoder (hidden states of all layers, other masks, training) are
             computed with padding.
+        decode: calls for one further token run as a program without Python, once three have been
+            recorded. Results do not change. Whatever is unusual (gradients, hooks in the model,
+            other outputs than logits) is computed as before, and a changed model is recorded again.
         quantize: 8 or 4: linear layers and experts keep a copy of their weights in 8 or 4 bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with it, except
             in training. This is for decoding, whose time is that of reading weights. The weights

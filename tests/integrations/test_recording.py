@@ -1,0 +1,280 @@
+"""Programs that are made from recordings of a call at three positions."""
+
+import pytest
+import torch
+from foo_ops._C import Number, Program, Register, Snapshot
+
+from foo_ops.integrations.transformers.recording import (
+    Line,
+    NotRecordedError,
+    Recording,
+    make_program,
+    merged,
+)
+
+POSITIONS = (3, 4, 7)
+
+
+def recorded(function, *inputs, positions=POSITIONS):
+    """Record ``function(position, *inputs)``, and return its program."""
+    recordings, outputs = [], []
+    for position in positions:
+        with torch.no_grad(), Recording(inputs) as recording:
+            results = function(position, *inputs)
+        outputs.append([recording.name_of(it) for it in results])
+        recordings.append(recording)
+    return make_program(recordings, positions, outputs[0])
+
+
+def run(made, position, *inputs):
+    program, used = made
+    return program.run(position, [inputs[it] for it in used])
+
+
+def check(function, *inputs, others=None, positions=(0, 1, 5, 20)):
+    """Compare a program with its function, at other positions and with other inputs."""
+    made = recorded(function, *inputs)
+    for position in positions:
+        given = inputs if others is None else others(position)
+        with torch.no_grad():
+            expected = function(position, *(it.clone() for it in given))
+            ours = run(made, position, *(it.clone() for it in given))
+        assert len(ours) == len(expected)
+        for one, other in zip(ours, expected):
+            assert one.stride() == other.stride()
+            assert torch.equal(one, other)
+    return made[0]
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_numbers_that_grow():
+    table = numbers(64, 4)
+    check(lambda position, it: [table[: position + 1].sum(0) + it], numbers(4))
+    check(lambda position, it: [it + (2 * position - 5)], numbers(4))
+    check(lambda position, it: [torch.arange(position, 3 * position + 2), it.exp()], numbers(4))
+    check(lambda position, it: [torch.full((position + 1, 2), position) * it], numbers(2))
+
+
+def test_lists_of_tensors_and_numbers():
+    check(
+        lambda position, a, b: [torch.cat([a, b.expand(position + 1, 4)])],
+        numbers(2, 4),
+        numbers(4),
+    )
+    check(lambda position, a: [*(a + 1).split([1, 3], 1)], numbers(2, 4))
+    check(lambda position, a: [(a + 1).unbind(1)[2] * 2], numbers(2, 4))
+    check(lambda position, a: list(torch.topk(a, 2)), numbers(2, 4))
+    check(lambda position, a, b: [a[:, b]], numbers(2, 4), torch.tensor([2, 0]))
+
+
+def test_views_of_computed_tensors():
+    def function(position, a):
+        b = a * 2
+        c = b.view(2, 2, 4).transpose(0, 1)[1:, :, 1::2]
+        return [c + 1, c, b.as_strided((2, 3), (4, 1), 5), b.view(torch.int32)]
+
+    program = check(function, numbers(4, 4))
+    assert len(program) < 9
+    check(lambda position, a: [(a * 2).expand(position + 1, 4)[-1] + 1], numbers(4))
+
+
+def test_views_of_inputs_may_have_other_strides():
+    def others(position):
+        return [numbers(6 + position, 5).t()[:4, :5]]
+
+    check(lambda position, a: [a.t()[1:] * 2, a.transpose(0, 1)], numbers(4, 5), others=others)
+
+
+def test_a_computed_tensor_with_other_strides():
+    """It ends the run: a view's numbers would be wrong."""
+    made = recorded(lambda position, a: [(a * 2).t()[1:]], numbers(4, 5))
+    assert run(made, 1, numbers(4, 5)) is not None
+    assert run(made, 1, numbers(5, 4).t()) is None
+
+
+def test_writes():
+    memory = torch.zeros(8, 4)
+
+    def function(position, memory, a):
+        memory[position % 8].copy_(a)
+        memory.add_(1)
+        b = a * 3
+        b[1:].zero_()
+        return [b, memory.sum(0), memory]
+
+    positions = (1, 2, 3)
+    made = recorded(function, memory, numbers(4), positions=positions)
+    for position in (0, 5):
+        ours, theirs = torch.zeros(8, 4), torch.zeros(8, 4)
+        results = run(made, position, ours, numbers(4))
+        for one, other in zip(results, function(position, theirs, numbers(4))):
+            assert torch.equal(one, other)
+        assert results[2] is not None
+        assert torch.equal(ours, theirs)
+
+
+def test_calls_whose_results_nothing_reads_are_left_out():
+    def function(position, a):
+        torch.exp(a)
+        a.sin().cos()
+        return [a + 1]
+
+    assert len(check(function, numbers(4))) == 1
+
+
+def test_random_numbers():
+    def function(position, a):
+        torch.rand(3)
+        return [torch.rand_like(a)]
+
+    made = recorded(function, numbers(4))
+    torch.manual_seed(0)
+    (ours,) = run(made, 0, numbers(4))
+    torch.manual_seed(0)
+    assert torch.equal(ours, function(0, numbers(4))[0])
+
+
+def test_constants():
+    weight, scale = numbers(4, 4), torch.nn.Parameter(numbers(4))
+    made = recorded(lambda position, a: [a @ weight * scale + torch.tensor(2.5)], numbers(4))
+    program = made[0]
+    assert program.is_valid()
+    with torch.no_grad():
+        weight.mul_(2)  # read as they are
+        (ours,) = run(made, 0, numbers(4))
+        assert torch.equal(ours, numbers(4) @ weight * scale + 2.5)
+        assert program.is_valid()
+        scale.data = scale.data.double()
+    assert not program.is_valid()
+
+
+def test_guards():
+    """Numbers that Python reads; those that grow with the position may be read as well."""
+
+    def function(position, a, b):
+        if (a.sum() > 0).item():
+            return [a * 2 + b.size(0)]
+        return [a * 3]
+
+    made = recorded(function, torch.ones(4), numbers(3))
+    assert torch.equal(run(made, 9, torch.ones(4), numbers(3))[0], torch.full((4,), 5.0))
+    assert run(made, 9, -torch.ones(4), numbers(3)) is None
+
+    def positions(position, a, b):
+        return [a[: b.item() + position]]
+
+    made = recorded_with_own(positions)
+    assert len(run(made, 5, numbers(20), torch.tensor(5))[0]) == 10
+    assert run(made, 5, numbers(20), torch.tensor(6)) is None
+
+
+def recorded_with_own(function):
+    """Record with an input that has the position."""
+    recordings = []
+    for position in POSITIONS:
+        inputs = numbers(20), torch.tensor(position)
+        with Recording(inputs) as recording:
+            (result,) = function(position, *inputs)
+        name = recording.name_of(result)
+        recordings.append(recording)
+    return make_program(recordings, POSITIONS, [name])
+
+
+def test_guards_come_before_writes():
+    """A guard that fails has changed nothing."""
+
+    def function(position, memory, a):
+        memory.add_(1)
+        b = a.sum()
+        return [memory * (2 if (b > 0).item() else 3)]
+
+    memory = torch.zeros(4)
+    made = recorded(function, memory, torch.ones(4))
+    before = memory.clone()
+    assert run(made, 0, memory, -torch.ones(4)) is None
+    assert torch.equal(memory, before)
+    assert run(made, 0, memory, torch.ones(4)) is not None
+    assert torch.equal(memory, before + 1)
+
+
+class Square(torch.Tensor):
+    """A subclass."""
+
+
+REFUSED = {
+    "its operators depend on more than the position": lambda position, a: [
+        a.clamp(0 if position == 3 else 0.5)
+    ],
+    "the number of its operators changes": lambda position, a: [
+        a if position == 3 else a.exp().log()
+    ],
+    "its operators change": lambda position, a: [a.exp() if position == 3 else a.log()],
+    "a number does not grow with the position": lambda position, a: [a + position**2],
+    "a number changes, and is no integer": lambda position, a: [a * (position / 2)],
+    "its lists change their lengths": lambda position, a: [a.expand(*[1] * position, 4)],
+    "the number of its tensors changes": lambda position, a: [
+        a + (a if position == 3 else torch.ones(4)) + 0
+    ],
+    "it makes tensors from numbers that change": lambda position, a: [
+        a + torch.tensor([float(position)] * 4)
+    ],
+    "it reads a tensor by tolist": lambda position, a: [a * a.tolist()[0]],
+    "it reads a tensor by numpy": lambda position, a: [a * float(a.numpy()[0])],
+    "it uses a tensor of class Square": lambda position, a: [
+        a + torch.ones(4).as_subclass(Square).as_subclass(Square)
+    ],
+    "it writes to a tensor that is replaced": lambda position, a: [torch.tensor([0.0] * 4).add_(a)],
+    "it reads numbers after it has written some": lambda position, a: [a.mul_(1) * a.sum().item()],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason):
+    with pytest.raises(NotRecordedError) as refusal:
+        recorded(REFUSED[reason], torch.ones(4))
+    assert str(refusal.value) == reason
+
+
+def test_lines():
+    assert merged([2, (5, "a")], [4, (5, "a")], (1, 2)) == [Line(0, 2), [5, "a"]]
+    assert Line.through(10, 4, (2, 4)) == Line(16, -3)
+    assert Line(16, -3).at(5) == 1
+    with pytest.raises(NotRecordedError):
+        Line.through(1, 2, (0, 2))
+
+
+def test_the_number_of_inputs():
+    program = Program(1, [0], [0], [], [])
+    assert program.run(0, [torch.ones(1)])[0].item() == 1
+    with pytest.raises(ValueError, match="program: inputs must be 1 tensors, got 2"):
+        program.run(0, [torch.ones(1), torch.ones(1)])
+    assert Number(3, 2).at(4) == 11
+    assert Register(5).index == 5
+
+
+def test_errors_of_operators_pass():
+    made = recorded(lambda position, a: [a[torch.full((1,), position)]], torch.ones(8))
+    with pytest.raises(IndexError, match="index 8 is out of bounds"):
+        run(made, 8, torch.ones(8))
+
+
+def test_snapshots():
+    tensor, values = torch.ones(2), [1, {"a": 2}]
+    content = {"tensor": tensor, "values": values}
+    snapshot = Snapshot([content, values, values[1]], [tensor])
+    assert snapshot.holds()
+    for change in (
+        lambda: content.update(more=None),
+        lambda: content.pop("more"),
+        lambda: values.append(3),
+        lambda: values[1].update(a=300),
+        lambda: content.update(tensor=torch.ones(2)),
+        lambda: tensor.add_(1),
+    ):
+        before = change()
+        assert not snapshot.holds(), before
+        snapshot.take()
+        assert snapshot.holds()
