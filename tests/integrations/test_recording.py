@@ -200,6 +200,9 @@ def test_guards_come_before_writes():
     assert torch.equal(memory, before + 1)
 
 
+FIXED = torch.ones(4)
+
+
 class Square(torch.Tensor):
     """A subclass."""
 
@@ -215,9 +218,7 @@ REFUSED = {
     "a number does not grow with the position": lambda position, a: [a + position**2],
     "a number changes, and is no integer": lambda position, a: [a * (position / 2)],
     "its lists change their lengths": lambda position, a: [a.expand(*[1] * position, 4)],
-    "the number of its tensors changes": lambda position, a: [
-        a + (a if position == 3 else torch.ones(4)) + 0
-    ],
+    "the number of its tensors changes": lambda position, a: [a + (a if position == 3 else FIXED)],
     "it makes tensors from numbers that change": lambda position, a: [
         a + torch.tensor([float(position)] * 4)
     ],
