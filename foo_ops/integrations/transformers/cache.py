@@ -201,6 +201,8 @@ class Memory:
                 tensor.narrow(2, 0, end).copy_(old)
         # Autograd would count writes behind a view as changes of it; not so with `data`.
         self.shown = tuple(it.data for it in self.tensors)
+        self.last_keys: Tensor | None
+        self.last_values: Tensor | None
         self.last_keys, self.last_values = held if held else (None, None)
         self.room, self.end = room, end
         self.positions = torch.empty(len(given[0]), dtype=torch.int64, device=given[0].device)

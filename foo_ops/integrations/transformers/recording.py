@@ -189,7 +189,7 @@ class Recording(TorchDispatchMode):
                 del self.computed[address_of(it)]
                 return None
             if base is not it and base.dtype == it.dtype and is_simple(it) and is_simple(base):
-                offset = it.storage_offset() - base.storage_offset()
+                offset = int(it.storage_offset() - base.storage_offset())
                 layouts.append(Layout(name, base.stride(), tuple(it.shape), it.stride(), offset))
         return layouts if len(layouts) == len(results) > 0 else None
 
@@ -310,8 +310,7 @@ def merged_all(values: Sequence[Any], positions: Sequence[int]) -> Any:
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    first, second = positions[:2]
-    lines = merged(*values[:2], (first, second))
+    lines = merged(values[0], values[1], (positions[0], positions[1]))
     for value, position in zip(values[2:], positions[2:]):
         if not holds_at(lines, value, position):
             raise NotRecordedError("a number does not grow with the position")
@@ -408,7 +407,7 @@ def written_by(call: Call) -> list[Name]:
     if not call.writes:
         return []
     given = [*call.arguments]
-    written = []
+    written: list[Name] = []
     for place, parameter in enumerate(call.operator._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             value = given[place] if place < len(given) else call.keywords.get(parameter.name)
