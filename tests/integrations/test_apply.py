@@ -187,7 +187,7 @@ def test_parametrized_layers_stay_applied():
 
 
 MODULES = ["attention", "rms_norm", "rotary_embedding", "mlp", "linear"]
-FLAGS = [*MODULES, "fused_loss", "loss", "cache"]
+FLAGS = [*MODULES, "fused_loss", "loss", "cache", "decode"]
 ALSO = {"fused_loss": {"linear": 1}}
 """Other modules that a flag also replaces."""
 

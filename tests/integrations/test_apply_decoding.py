@@ -63,7 +63,7 @@ def test_decoding_is_that_of_the_model(name, steps, device):
     model, inputs = decoder(name, device), tokens(2, LENGTH)
     assert LENGTH > WINDOW > PROMPT
     exact = run_exactly(model, inputs)[:, PROMPT:]
-    ours = decode(apply(model), inputs.to(device), DynamicCache(config=model.config))
+    ours = decode(apply(model, decode=False), inputs.to(device), DynamicCache(config=model.config))
     assert len(steps) == 2 * (LENGTH - PROMPT)
     assert_near(ours, exact, roundings=128)
 
@@ -72,7 +72,7 @@ def test_decoding_is_that_of_the_model(name, steps, device):
 def test_layers_of_another_kind_decode_by_their_own_forward(name, steps):
     model, inputs = decoder(name), tokens(2, LENGTH)
     exact = run_exactly(model, inputs)[:, PROMPT:]
-    ours = decode(apply(model), inputs, DynamicCache(config=model.config))
+    ours = decode(apply(model, decode=False), inputs, DynamicCache(config=model.config))
     assert_near(ours, exact, roundings=128)
 
 

@@ -212,6 +212,7 @@ CHANGES_OF_CACHES = {
     "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
     "overwritten": lambda cache: cache.layers[0].keys.zero_() is None,
     "replaced": lambda cache: setattr(cache.layers[1], "values", cache.layers[1].values * 2),
+    "turned": lambda cache: setattr(cache.layers[1], "keys", cache.layers[1].keys.transpose(0, 1)),
     "copied": copy.deepcopy,
     "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
 }

@@ -47,6 +47,7 @@ from foo_ops.integrations.transformers.recording import (
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
     has_own_forward,
+    is_replaced,
     put_back,
     replace,
 )
@@ -673,21 +674,37 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
     )
 
 
+def as_line(value: Line | int) -> Line:
+    return value if isinstance(value, Line) else Line(value, 0)
+
+
 # ----------------------------------------------------------------------------------------- apply
 
 
-def use_graphs(model: PreTrainedModel) -> None:
-    """Let a model run the steps of tokens as graphs, if it generates."""
-    if isinstance(model, FooDecoder) or not FooDecoder.recognises(model):
+LANGUAGE_MODELS: dict[tuple[bool, bool], type[Replacement]] = {
+    (True, False): FooLanguageModel,
+    (False, True): FooDecoder,
+    (True, True): FooDecodingLanguageModel,
+}
+"""Replacements by whether they fuse the loss, and whether they run tokens as graphs."""
+
+
+def replace_language_model(model: PreTrainedModel, fuses_loss: bool, has_graphs: bool) -> None:
+    """Let a model fuse its loss and run tokens as graphs, beside what it does already."""
+    present = type(model).replacement if is_replaced(model) else None
+    if present not in (None, *LANGUAGE_MODELS.values()):
         return
-    has_loss = isinstance(model, FooLanguageModel)
-    if has_loss:
+    fuses_loss = fuses_loss and FooLanguageModel.recognises(model)
+    has_graphs = has_graphs and FooDecoder.recognises(model)
+    wanted = LANGUAGE_MODELS.get(
+        (
+            fuses_loss or isinstance(model, FooLanguageModel),
+            has_graphs or isinstance(model, FooDecoder),
+        )
+    )
+    if wanted is not None and wanted is not present:
         put_back(model)
-    replace(model, FooDecodingLanguageModel if has_loss else FooDecoder)
-
-
-def as_line(value: Line | int) -> Line:
-    return value if isinstance(value, Line) else Line(value, 0)
+        replace(model, wanted)
 
 
 def reason_of_no_graphs(model: nn.Module) -> str | None:

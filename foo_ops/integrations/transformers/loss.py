@@ -144,10 +144,8 @@ def without_deferred(output: Any) -> Any:
     return type(output)(**fields)
 
 
-def use_fused_loss(model: PreTrainedModel) -> None:
-    """Let a model with a linear head compute its loss without logits."""
+def use_linear_head(model: PreTrainedModel) -> None:
+    """Let the head of a model be our linear layer, which can defer its logits."""
     head = model.get_output_embeddings()
     if head is not None and not isinstance(head, Replacement) and FooLinear.recognises(head):
         replace(head, FooLinear)
-    if not isinstance(model, Replacement) and FooLanguageModel.recognises(model):
-        replace(model, FooLanguageModel)

@@ -22,12 +22,12 @@ from foo_ops.integrations.transformers.attention_layers import (
 from foo_ops.integrations.transformers.decode_graph import (
     FooDecoder,
     reason_of_no_graphs,
-    use_graphs,
+    replace_language_model,
 )
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
-from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
+from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_linear_head
 from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
@@ -84,7 +84,6 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "fused_loss": (FooLanguageModel,),
     "layer_norm": LAYER_NORMS,
     "packing": (FooEncoder,),
-    "decode": (FooDecoder,),
 }
 """The classes that `replaced` counts."""
 
@@ -208,9 +207,8 @@ def apply(
         if loss:
             use_foo_loss(part)
         if fused_loss:
-            use_fused_loss(part)
-        if decode:
-            use_graphs(part)
+            use_linear_head(part)
+        replace_language_model(part, fused_loss, decode)
         if cache and part.base_model is part and foo_cache.takes_cache(part):
             foo_cache.install(part, cache_bits)
     return model
@@ -258,12 +256,12 @@ def kinds_of(module: nn.Module) -> set[str]:
         kinds = set()
     else:
         kinds = {kind for kind, classes in KINDS.items() if isinstance(module, classes)}
-        if "decode" in kinds and reason_of_no_graphs(module) is not None:
-            kinds.remove("decode")
     if vars(module).get("_loss_function") in LOSSES.values():
         kinds.add("loss")
     if foo_cache.is_installed(module):
         kinds.add("cache")
+    if isinstance(module, FooDecoder) and reason_of_no_graphs(module) is None:
+        kinds.add("decode")
     return kinds
 
 
@@ -279,7 +277,7 @@ def replaced(model: nn.Module) -> dict[str, int]:
         {'linear': 1}
     """
     counts = Counter(kind for module in model.modules() for kind in kinds_of(module))
-    return {kind: counts[kind] for kind in (*KINDS, "loss", "cache") if counts[kind]}
+    return {kind: counts[kind] for kind in (*KINDS, "loss", "cache", "decode") if counts[kind]}
 
 
 def pretrained(model: nn.Module) -> list[PreTrainedModel]:
