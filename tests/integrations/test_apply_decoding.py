@@ -174,7 +174,7 @@ def test_what_is_not_known_is_computed_by_the_own_forward(case, steps):
 
 @pytest.mark.parametrize("name", ["foo", "sdpa"])
 def test_another_function_of_this_name(name, steps, monkeypatch):
-    model, inputs = apply(decoder(LLAMA)), tokens(1, LENGTH)
+    model, inputs = apply(decoder(LLAMA), decode=False), tokens(1, LENGTH)
     model.set_attn_implementation(name)
     own = AttentionInterface()[name]
 
@@ -212,7 +212,7 @@ def test_caches_and_masks_of_other_kinds(kind, steps, monkeypatch):
         return torch.stack(results)
 
     expected = outputs(model, own)
-    results = outputs(apply(model), in_place_cache(ours, bits=bits))
+    results = outputs(apply(model, decode=False), in_place_cache(ours, bits=bits))
     assert len(steps) == 2 * (LENGTH - PROMPT)
     tolerance = 0.2 if kind == "8 bits" else 1e-4
     torch.testing.assert_close(results, expected, rtol=tolerance, atol=tolerance)

@@ -311,6 +311,51 @@ def test_models_that_change(change, runs):
     assert runs
 
 
+def doubled_function(monkeypatch):
+    """Register another function for all models by a name that transformers has a table of."""
+    table = transformers.AttentionInterface
+    own = table()["sdpa"]
+
+    def double(*given, **options):
+        return 2 * own(*given, **options)[0], None
+
+    monkeypatch.setitem(table._global_mapping, "sdpa", double)
+
+
+def doubled_class(monkeypatch):
+    own = nn.Embedding.forward
+    monkeypatch.setattr(nn.Embedding, "forward", lambda self, input: 2 * own(self, input))
+
+
+def doubled_name(monkeypatch):
+    file = sys.modules["transformers.models.llama.modeling_llama"]
+    own = file.create_causal_mask
+
+    def mask(**options):
+        return torch.full((2, 1, 1, options["past_key_values"].get_seq_length() + 1), -0.5)
+
+    assert own is not None
+    monkeypatch.setattr(file, "create_causal_mask", mask)
+
+
+@pytest.mark.parametrize("change", [doubled_function, doubled_class, doubled_name])
+def test_code_that_is_replaced(change, runs):
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    inputs = tokens(2, 20)
+    results = []
+    for each in (model, own):
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            cache, parts = DynamicCache(config=each.config), []
+            each(inputs[:, :4], past_key_values=cache)
+            for number, part in enumerate(inputs[:, 4:].split(1, 1)):
+                if number == 8:
+                    change(patch)
+                parts.append(each(part, past_key_values=cache).logits)
+            results.append(parts)
+    assert_same(*results)
+    assert len(runs) >= 5
+
+
 def test_an_adapter_that_is_merged(runs):
     """peft changes lists of its layers in place, and weights through ``data``."""
     model = lora(apply(decoder(LLAMA)))

@@ -279,3 +279,18 @@ def test_snapshots():
         assert not snapshot.holds(), before
         snapshot.take()
         assert snapshot.holds()
+
+
+def test_snapshots_of_classes():
+    class Layer:
+        forward = 1
+
+    snapshot = Snapshot([Layer], [])
+    assert snapshot.holds()
+    Layer.forward = 2
+    assert not snapshot.holds()
+    with pytest.raises(TypeError) as refusal:
+        Snapshot([(1, 2)], [])
+    assert str(refusal.value) == (
+        "Snapshot: containers must be dicts, lists and classes, got tuple"
+    )

@@ -111,12 +111,18 @@ std::unique_ptr<Program> make_program(int64_t register_count, std::vector<int64_
                                    std::move(constants), std::move(read));
 }
 
-// The values of dicts and lists, and the versions of tensors, at one time. Tensors among the values
-// are held weakly: caches count who holds their memory.
+// The values of dicts, lists and classes, and the versions of tensors, at one time. Tensors among
+// the values are held weakly: caches count who holds their memory.
 class Snapshot {
  public:
   Snapshot(py::list containers, std::vector<at::Tensor> tensors)
       : containers_(std::move(containers)), tensors_(std::move(tensors)) {
+    for (const py::handle each : containers_) {
+      TORCH_CHECK_TYPE(PyDict_Check(each.ptr()) || PyList_Check(each.ptr()) ||
+                           PyType_Check(each.ptr()),
+                       "Snapshot: containers must be dicts, lists and classes, got ",
+                       Py_TYPE(each.ptr())->tp_name);
+    }
     take();
   }
 
@@ -179,18 +185,21 @@ class Snapshot {
   // Stops at the first value for which `function` returns false.
   template <typename Function>
   static bool each_value(const py::handle& container, const Function& function) {
-    if (PyDict_Check(container.ptr())) {
+    PyObject* const content = PyType_Check(container.ptr())
+                                  ? reinterpret_cast<PyTypeObject*>(container.ptr())->tp_dict
+                                  : container.ptr();
+    if (PyDict_Check(content)) {
       PyObject* key = nullptr;
       PyObject* value = nullptr;
       Py_ssize_t place = 0;
-      while (PyDict_Next(container.ptr(), &place, &key, &value) != 0) {
+      while (PyDict_Next(content, &place, &key, &value) != 0) {
         if (!function(value)) return false;
       }
       return function(Py_None);
     }
-    const Py_ssize_t size = PyList_GET_SIZE(container.ptr());
+    const Py_ssize_t size = PyList_GET_SIZE(content);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!function(PyList_GET_ITEM(container.ptr(), i))) return false;
+      if (!function(PyList_GET_ITEM(content, i))) return false;
     }
     return function(Py_None);
   }
@@ -236,8 +245,11 @@ void bind_programs(py::module_& module) {
            py::arg("inputs"))
       .def("__len__", &Program::size);
   py::class_<Snapshot>(module, "Snapshot", py::custom_type_setup(&take_part_in_collection))
-      .def(py::init<py::list, std::vector<at::Tensor>>(), py::arg("containers"),
-           py::arg("tensors"))
+      .def(py::init(torch::wrap_pybind_function(
+               [](py::list containers, std::vector<at::Tensor> tensors) {
+                 return std::make_unique<Snapshot>(std::move(containers), std::move(tensors));
+               })),
+           py::arg("containers"), py::arg("tensors"))
       .def("take", &Snapshot::take)
       .def("holds", &Snapshot::holds);
 }

@@ -9,6 +9,7 @@ as lengths and views, is recorded with it.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
+from transformers.utils.generic import GeneralInterface
 
 from foo_ops._C import Program, Snapshot
 from foo_ops.compat import (
@@ -71,6 +73,9 @@ KNOWN = (*VALUES, type, torch.dtype, torch.device, PreTrainedConfig)
 
 LIBRARIES = {"foo_ops", "peft", "torch", "transformers"}
 """Modules of other libraries may do more in Python than call operators."""
+
+SHARED_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
+"""Files with tables of functions that all models call."""
 
 SIZES = {
     "hidden_size",
@@ -303,6 +308,16 @@ def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
                 yield from containers_of(it, depth - 1)
 
 
+def code_of(model: nn.Module) -> list[Any]:
+    """Return the classes of a model, their files' names, and the tables of functions in these."""
+    classes = {base for it in model.modules() for base in type(it).__mro__} - {object}
+    files = {it.__module__ for it in classes if it.__module__.startswith("transformers.")}
+    names = [vars(sys.modules[it]) for it in {*files, *SHARED_FILES} if it in sys.modules]
+    tables = [it for values in names for it in values.values() if isinstance(it, GeneralInterface)]
+    mappings = [it for each in tables for it in (each._local_mapping, each._global_mapping)]
+    return [*classes, *names, *mappings]
+
+
 class Key(NamedTuple):
     """The calls that a graph may serve."""
 
@@ -319,7 +334,8 @@ class Graphs:
 
     Attributes:
         model: the model; copies of its attributes are not it.
-        snapshot: the attributes of all modules, with the contents of lists and dictionaries.
+        snapshot: the attributes of all modules, with the contents of lists and dictionaries, and
+            the code that they find by its name.
         reason: why the model is not recorded, or None.
         failures: how often recordings have failed in a row, and why.
         idle: how many predecessors in a row have run nothing before the model changed.
@@ -342,6 +358,7 @@ class Graphs:
         )
         owners = [vars(it) for it in (*model.modules(), *configs.values())]
         containers = [it for owner in owners for it in containers_of(owner)]
+        containers += code_of(model)
         self.snapshot = Snapshot(
             list({id(it): it for it in containers}.values()), list(model.parameters())
         )
