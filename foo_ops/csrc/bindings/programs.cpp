@@ -118,10 +118,10 @@ class Snapshot {
   Snapshot(py::list containers, std::vector<at::Tensor> tensors)
       : containers_(std::move(containers)), tensors_(std::move(tensors)) {
     for (const py::handle each : containers_) {
-      TORCH_CHECK_TYPE(PyDict_Check(each.ptr()) || PyList_Check(each.ptr()) ||
-                           PyType_Check(each.ptr()),
-                       "Snapshot: containers must be dicts, lists and classes, got ",
-                       Py_TYPE(each.ptr())->tp_name);
+      TORCH_CHECK_TYPE(
+          PyDict_Check(each.ptr()) || PyList_Check(each.ptr()) || PyType_Check(each.ptr()),
+          "Snapshot: containers must be dicts, lists and classes, got ",
+          Py_TYPE(each.ptr())->tp_name);
     }
     take();
   }

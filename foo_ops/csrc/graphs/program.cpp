@@ -1,7 +1,7 @@
 #include "graphs/program.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -47,9 +47,7 @@ bool store(const std::vector<Result>& results, int64_t position, torch::jit::Sta
     c10::IValue& value = stack[place];
     std::visit(Overloaded{
                    [](std::monostate) {},
-                   [&](Register target) {
-                     registers[target.index] = std::move(value).toTensor();
-                   },
+                   [&](Register target) { registers[target.index] = std::move(value).toTensor(); },
                    [&](const std::vector<int64_t>& targets) {
                      const c10::List<at::Tensor> tensors = value.toTensorList();
                      for (size_t i = 0; i < targets.size(); ++i) registers[targets[i]] = tensors[i];
@@ -66,30 +64,28 @@ bool store(const std::vector<Result>& results, int64_t position, torch::jit::Sta
 }  // namespace
 
 c10::IValue Argument::at(int64_t position, const std::vector<at::Tensor>& registers) const {
-  return std::visit(
-      Overloaded{
-          [](const c10::IValue& constant) { return constant; },
-          [&](Register source) { return c10::IValue(registers[source.index]); },
-          [&](Number number) { return c10::IValue(number.at(position)); },
-          [&](const NumberAsTensor& it) {
-            at::Tensor tensor = c10::scalar_to_tensor(it.number.at(position));
-            tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-            return c10::IValue(std::move(tensor));
-          },
-          [&](const std::vector<Argument>& elements) {
-            c10::impl::GenericList list(element_type);
-            list.reserve(elements.size());
-            for (const Argument& each : elements) list.push_back(each.at(position, registers));
-            return c10::IValue(std::move(list));
-          },
-      },
-      value);
+  return std::visit(Overloaded{
+                        [](const c10::IValue& constant) { return constant; },
+                        [&](Register source) { return c10::IValue(registers[source.index]); },
+                        [&](Number number) { return c10::IValue(number.at(position)); },
+                        [&](const NumberAsTensor& it) {
+                          at::Tensor tensor = c10::scalar_to_tensor(it.number.at(position));
+                          tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+                          return c10::IValue(std::move(tensor));
+                        },
+                        [&](const std::vector<Argument>& elements) {
+                          c10::impl::GenericList list(element_type);
+                          list.reserve(elements.size());
+                          for (const Argument& each : elements)
+                            list.push_back(each.at(position, registers));
+                          return c10::IValue(std::move(list));
+                        },
+                    },
+                    value);
 }
 
 Constant::Constant(at::Tensor tensor)
-    : tensor_(std::move(tensor)),
-      data_(tensor_.storage().data()),
-      dtype_(tensor_.scalar_type()) {}
+    : tensor_(std::move(tensor)), data_(tensor_.storage().data()), dtype_(tensor_.scalar_type()) {}
 
 bool Constant::is_in_place() const {
   return tensor_.storage().data() == data_ && tensor_.scalar_type() == dtype_;

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
 #include <optional>
@@ -55,8 +55,8 @@ struct OperatorCall {
   std::vector<Result> results;
 };
 
-// A view of a tensor that the program computes, made without the dispatcher: 0.1 us in place of 0.7.
-// The base must have the strides that were recorded.
+// A view of a tensor that the program computes, made without the dispatcher: 0.1 us in place of
+// 0.7. The base must have the strides that were recorded.
 struct View {
   Register base;
   std::vector<Number> base_strides;
