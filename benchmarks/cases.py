@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import (
     attention,
+    decode,
     device,
     encoders,
     examples,
@@ -81,6 +82,7 @@ class Sizes:
     flex: int = 2048
     model: models.Size = models.DEFAULT
     encoder: encoders.Size = encoders.DEFAULT
+    decode: decode.Size = decode.DEFAULT
 
 
 DEFAULT = Sizes()
@@ -100,6 +102,7 @@ QUICK = Sizes(
     flex=256,
     model=models.QUICK,
     encoder=encoders.QUICK,
+    decode=decode.QUICK,
 )
 
 
@@ -131,6 +134,7 @@ def cases(
         *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
         *(it for count in single for it in models.cases(sizes.model, count)),
         *(it for count in single for it in encoders.cases(sizes.encoder, count)),
+        *(it for count in single for it in decode.cases(sizes.decode, count)),
         # Last: it computes gradients in a thread of foo, whose OpenMP workers stay. With more
         # threads than processors OpenMP does not spin, and calls that take 160 us on two threads
         # take 250 from then on.

@@ -78,6 +78,9 @@ SECTIONS = {
         "An embedding model on texts of different lengths, tokens a second (more is better)",
         "tokens/s",
     ),
+    "decode": Section(
+        "Tokens one after the other, and the parts of a token, microseconds (less is better)", "us"
+    ),
     "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
 }
 # For measurements of memory, the seconds are megabytes.
