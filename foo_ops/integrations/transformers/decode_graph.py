@@ -187,18 +187,14 @@ class Step(NamedTuple):
 
     Attributes:
         position: the length of the cache before it.
-        arguments: descriptions of the arguments.
-        before: descriptions of the cache's values.
-        changes: the values that it has changed, in which tensors are names.
-        output: the class of its output, and its attributes, in which tensors are names.
+        parts: descriptions of the arguments and of the cache's values, the values that the call has
+            changed, and the class and the attributes of its output. In the latter, tensors are
+            names.
     """
 
     recording: Recording
     position: int
-    arguments: Any
-    before: Any
-    changes: dict[tuple[int, Any], Any]
-    output: Any
+    parts: tuple[Any, Any, dict[tuple[int, Any], Any], tuple[type, dict[str, Any]]]
 
 
 @dataclass
@@ -599,16 +595,13 @@ def record(
     with Recording([*tensors, *state.tensors()]) as recording:
         output = own(**arguments)
     try:
-        step = Step(
-            recording,
-            position,
-            descriptions,
-            state.descriptions,
-            changes_of(recording, state, State(cache)),
-            output_of(recording, output, cache),
-        )
+        changes = changes_of(recording, state, State(cache))
+        result = output_of(recording, output, cache)
         recording.release()
-        steps = [*steps, step]
+        if recording.failure is not None:
+            raise NotRecordedError(recording.failure)
+        parts = descriptions, state.descriptions, changes, result
+        steps = [*steps, Step(recording, position, parts)]
         if len(steps) == TOKENS:
             known.add(key, make_graph(steps, len(tensors), state))
         else:
@@ -626,17 +619,25 @@ def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[
         raise NotRecordedError("it adds to the objects of its cache")
     if any(old is not new for old, new in zip(before.owners, after.owners)):
         raise NotRecordedError("it replaces objects of its cache")
-    changed = {key: value for key, value in after.values.items() if value is not before.values[key]}
+    changed = {
+        key: value for key, value in after.values.items() if differ(value, before.values[key])
+    }
     if any(type(it) is not int and not isinstance(it, Tensor) for it in changed.values()):
         raise NotRecordedError("it changes more than tensors and integers of its cache")
     return {key: named(recording, value) for key, value in changed.items()}
+
+
+def differ(one: Any, other: Any) -> bool:
+    if one is other:
+        return False
+    return isinstance(one, Tensor) or isinstance(other, Tensor) or bool(one != other)
 
 
 def named(recording: Recording, value: Any) -> Any:
     return recording.name_of(value) if isinstance(value, Tensor) else value
 
 
-def output_of(recording: Recording, output: Any, cache: Any) -> Any:
+def output_of(recording: Recording, output: Any, cache: Any) -> tuple[type, dict[str, Any]]:
     if not isinstance(output, ModelOutput):
         raise NotRecordedError("its output is no ModelOutput")
     fields = {
@@ -645,7 +646,7 @@ def output_of(recording: Recording, output: Any, cache: Any) -> Any:
     }
     if not all(it is None or it is CACHE or isinstance(it, Name) for it in fields.values()):
         raise NotRecordedError("its output has more than tensors and a cache")
-    return [type(output), fields]
+    return type(output), fields
 
 
 def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
@@ -655,14 +656,13 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
     positions = [it.position for it in steps]
-    arguments, before, changes, (output_class, fields) = merged_all(
-        [it[2:] for it in steps], positions
-    )
+    parts = merged_all([it.parts for it in steps], positions)
+    arguments, before, changes, (output_class, fields) = parts
     limits = limits_of(it for it in before.values() if type(it) is int)
     if len({bisect_right(limits, it) for it in positions}) > 1:
         raise NotRecordedError("it passes a limit of its cache")
-    names = {it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)}
-    outputs = {name: Output(number) for number, name in enumerate(names)}
+    names = [it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)]
+    outputs = {name: Output(number) for number, name in enumerate(dict.fromkeys(names))}
     program, used = make_program([it.recording for it in steps], positions, list(outputs))
     inputs = [it - argument_count for it in used if it >= argument_count]
     places = {key: place for place, key in enumerate(state.keys_of_tensors())}
@@ -673,12 +673,7 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         arguments=arguments,
         before=before,
         changes={
-            key: outputs[it]
-            if isinstance(it, Name)
-            else it
-            if isinstance(it, Line)
-            else Line(it, 0)
-            for key, it in changes.items()
+            key: outputs[it] if isinstance(it, Name) else as_line(it) for key, it in changes.items()
         },
         positions=around(positions[0], limits),
         next_inputs=[
