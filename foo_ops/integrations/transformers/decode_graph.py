@@ -348,11 +348,10 @@ class Graphs:
         self.steps: dict[Key, list[Step]] = {}
         self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
         self.calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        configs = {id(it.config): it.config for it in model.modules() if hasattr(it, "config")}
-        self.limits = limits_of(
-            it for config in configs.values() for it in integers_of(config.to_dict())
-        )
-        owners = [vars(it) for it in (*model.modules(), *configs.values())]
+        values = [getattr(it, "config", None) for it in model.modules()]
+        configs = {id(it): it for it in values if isinstance(it, PreTrainedConfig)}.values()
+        self.limits = limits_of(it for config in configs for it in integers_of(config.to_dict()))
+        owners = [vars(it) for it in (*model.modules(), *configs)]
         containers = [it for owner in owners for it in containers_of(owner)]
         containers += code_of(model)
         self.snapshot = Snapshot(
