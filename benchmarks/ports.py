@@ -37,6 +37,14 @@ _LOAD = re.compile(r"(?:vmov|vp?broadcast)\S* (\S*\(\S*\)), %[xyz]mm\d+$")
 
 
 @dataclass(frozen=True)
+class Model:
+    """The ports of LLVM's processor ``name``, and how many operations begin in a cycle."""
+
+    name: str
+    width: int = 6
+
+
+@dataclass(frozen=True)
 class Family:
     """Processors with the same ports.
 
@@ -44,14 +52,14 @@ class Family:
         name: the name in tables.
         processor: LLVM's name, for which kernels are compiled.
         features: those that kernels depend on.
-        model: LLVM's name of the processor whose ports are simulated. LLVM's models of servers
-            from Ice Lake on have one port for FMA of 512 bits; these have two, as Skylake's do.
+        model: the ports that are simulated. LLVM's models of servers from Ice Lake on have one port
+            for FMA of 512 bits; these have two, as Skylake's do.
     """
 
     name: str
     processor: str
     features: tuple[str, ...]
-    model: str
+    model: Model
 
     def environment(self) -> dict[str, str]:
         switches = [*(f"+{it}" for it in self.features), "-prefer-256-bit"]
@@ -63,15 +71,15 @@ class Family:
 
 
 FAMILIES = (
-    Family("Cascade Lake", "cascadelake", (*AVX512, "avx512vnni"), "skylake-avx512"),
+    Family("Cascade Lake", "cascadelake", (*AVX512, "avx512vnni"), Model("skylake-avx512", 4)),
     Family(
         "Sapphire Rapids",
         "sapphirerapids",
         (*AVX512, "avx512vnni", "avx512bf16"),
-        "skylake-avx512",
+        Model("skylake-avx512"),
     ),
-    Family("Zen 3", "znver3", AVX2, "znver3"),
-    Family("Zen 4", "znver4", (*AVX512, "avx512vnni", "avx512bf16"), "znver4"),
+    Family("Zen 3", "znver3", AVX2, Model("znver3")),
+    Family("Zen 4", "znver4", (*AVX512, "avx512vnni", "avx512bf16"), Model("znver4")),
 )
 
 # ------------------------------------------------------------------------------------------- loops
@@ -272,15 +280,15 @@ def tool(name: str) -> str:
 
 
 @functools.cache
-def simulate(text: str, model: str) -> Result:
+def simulate(text: str, model: Model) -> Result:
     """Have llvm-mca run a loop."""
     command = [
-        *(tool("llvm-mca"), f"-mcpu={model}", f"-iterations={ITERATIONS}"),
-        "-instruction-info=0",
+        *(tool("llvm-mca"), f"-mcpu={model.name}", f"-iterations={ITERATIONS}"),
+        *("-instruction-info=0", f"-dispatch={model.width}"),
     ]
     process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if process.returncode:
-        raise ValueError(f"llvm-mca does not simulate the loop on {model}: {process.stderr}")
+        raise ValueError(f"llvm-mca does not simulate the loop on {model.name}: {process.stderr}")
     return result_of(process.stdout)
 
 
@@ -302,7 +310,7 @@ def result_of(report: str) -> Result:
     return Result(int(cycles[1]) / int(iterations[1]), busiest, used[busiest])
 
 
-def cycles_of_one(loop: Loop, model: str) -> float:
+def cycles_of_one(loop: Loop, model: Model) -> float:
     """Return the cycles of one of a loop's multiply-adds if nothing else is to do.
 
     These are as many independent instructions on registers as the processor can overlap.
@@ -316,7 +324,7 @@ def cycles_of_one(loop: Loop, model: str) -> float:
     return simulate(text, model).cycles / len(targets)
 
 
-def fraction(loop: Loop, model: str) -> float:
+def fraction(loop: Loop, model: Model) -> float:
     """Return the multiply-adds' share of a loop's cycles."""
     least = cycles_of_one(loop, model) * loop.count(_MULTIPLY_ADD)
     return least / simulate(loop.text(), model).cycles
@@ -340,7 +348,7 @@ class Part:
     dtype: str
     choose: Callable[[Sequence[Loop]], list[Loop]]
 
-    def cell(self, loops: Sequence[Loop], model: str) -> str:
+    def cell(self, loops: Sequence[Loop], model: Model) -> str:
         """Return the share of the loops' products; of other work, the cycles of a unit."""
         if self.choose is tile_loops:
             return span([fraction(it, model) for it in loops])
@@ -461,7 +469,7 @@ CALLS = tuple(
 )  # fmt: skip
 
 
-def prediction(call: Call, loops: Sequence[Loop], model: str) -> float:
+def prediction(call: Call, loops: Sequence[Loop], model: Model) -> float:
     """Return the fraction of the multiply-adds' peak that a call reaches."""
     tiles = tile_loops(loops)
     lanes, step = tiles[0].lanes_and_step()
@@ -480,7 +488,7 @@ def prediction(call: Call, loops: Sequence[Loop], model: str) -> float:
 
 def details(family: Family, loops: dict[tuple[str, str], list[Loop]]) -> Iterator[str]:
     """Describe the loops of each part."""
-    yield f"{family.name}, ports of {family.model}"
+    yield f"{family.name}, ports of {family.model.name}"
     for part in PARTS:
         for loop in part.choose(loops[part.kernel, part.dtype]):
             result, tile = simulate(loop.text(), family.model), loop.tile()

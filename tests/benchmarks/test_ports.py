@@ -5,8 +5,9 @@ import shutil
 import pytest
 
 from benchmarks import ports
-from benchmarks.ports import Family, Instruction, Loop, instructions_of
+from benchmarks.ports import Family, Instruction, Loop, Model, instructions_of
 
+MODEL, SKYLAKE = Model("model"), Model("skylake-avx512", 4)
 LISTING = """
 kernel.o:	file format elf64-x86-64
 
@@ -155,19 +156,19 @@ def test_prediction_adds_loops_of_other_work(monkeypatch):
     tile, exponential, maximum, _ = loops()
     cycles = {tile.text(): 4.0, exponential.text(): 10.0, maximum.text(): 6.0}
 
-    def simulate(text: str, model: str) -> ports.Result:
+    def simulate(text: str, model: Model) -> ports.Result:
         # All else is the 14 independent multiply-adds.
         return ports.Result(cycles.get(text, 7.0), "port", 1.0)
 
     monkeypatch.setattr(ports, "simulate", simulate)
-    assert ports.fraction(tile, "model") == 6 * 0.5 / 4
+    assert ports.fraction(tile, MODEL) == 6 * 0.5 / 4
     # For each vector of scores 128 multiply-adds, of 4 / 6 cycles instead of 0.5, and 16 cycles.
     expected = 128 * 0.5 / (128 * 4 / 6 + 16)
-    assert ports.prediction(ports.attention("float32"), loops(), "model") == pytest.approx(expected)
+    assert ports.prediction(ports.attention("float32"), loops(), MODEL) == pytest.approx(expected)
     # For gradients 320, and an exponential.
     expected = 320 * 0.5 / (320 * 4 / 6 + 10)
     gradients = ports.attention("float32", backward=True)
-    assert ports.prediction(gradients, loops(), "model") == pytest.approx(expected)
+    assert ports.prediction(gradients, loops(), MODEL) == pytest.approx(expected)
 
 
 def test_span():
@@ -183,7 +184,7 @@ def test_missing_tool(monkeypatch):
 
 
 def test_environment_of_a_family():
-    family = Family("name", "haswell", ("avx", "fma"), "haswell")
+    family = Family("name", "haswell", ("avx", "fma"), Model("haswell"))
     assert family.environment() == {
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": "+avx,+fma,-prefer-256-bit",
@@ -208,6 +209,6 @@ def has_tools() -> bool:
 
 @pytest.mark.skipif(not has_tools(), reason="llvm-mca is not installed")
 def test_simulation():
-    two_ports = ports.cycles_of_one(loops()[0], "skylake-avx512")
+    two_ports = ports.cycles_of_one(loops()[0], SKYLAKE)
     assert two_ports == pytest.approx(0.5, rel=0.01)
-    assert ports.fraction(loops()[0], "skylake-avx512") == pytest.approx(0.75, abs=0.05)
+    assert ports.fraction(loops()[0], SKYLAKE) == pytest.approx(0.75, abs=0.05)
