@@ -93,22 +93,6 @@ def spreads_prefetches() -> bool:
     7 % of the time of 1024 rows in the loop of prefetches, which has six times as many for 64 rows.
     On a Zen 4, 1024 rows take 1.01 of the time if prefetches are spread.
     """
-    return _has_two_wide_multipliers()
-
-
-def copies_all_rows() -> bool:
-    """Whether matrix products copy all rows of the left matrix, or only those whole pages apart.
-
-    Copied rows have a constant distance. Otherwise the addresses of 12 rows leave no register for
-    other numbers: 96 multiply-adds have 167 to 211 instructions instead of 157, and a Skylake,
-    which multiplies them in 48 cycles, begins 192 in that time. A Zen 4 takes twice as long for the
-    products, and 1.1 times the time for 64 rows if they are copied.
-    """
-    return _has_two_wide_multipliers()
-
-
-def _has_two_wide_multipliers() -> bool:
-    """Whether this is an Intel with AVX-512, which multiplies two vectors of 512 bits a cycle."""
     triple, name, features = target()
     has_avx512 = triple.startswith("x86_64") and "+avx512f" in features.split(",")
     return has_avx512 and not name.startswith("znver")

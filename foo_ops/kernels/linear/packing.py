@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.compiler.processor import copies_all_rows, spreads_prefetches
+from foo_ops.kernels.compiler.processor import spreads_prefetches
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE
 from foo_ops.kernels.products.operands import vector_product_dtype
@@ -36,7 +36,7 @@ from foo_ops.kernels.simd.transpose import (
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Rows of the left matrix at a distance of whole pages share few sets of L1. They are copied even
-# if the product could read them in place, as are all rows on some processors (`copies_all_rows`).
+# if the product could read them in place.
 PAGE_BYTES = 4096
 
 
@@ -53,18 +53,17 @@ def in_pairs(dtype: str) -> bool:
 def make_left_packer(dtype: str, BAND: int, STEPS: int) -> Callable:
     """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
 
-    It packs ``count`` elements of each row, ``STEPS`` steps at most, or leaves the source where
-    that is as fast. It returns the left matrix of a product: a pointer, the distance of bands of
-    ``BAND`` rows, and the strides of a row and of a step (for a matrix unit, of a group of steps).
-    On vectors, either the steps of packed rows are adjacent and rows ``STEPS`` apart, or the rows
-    are adjacent and steps ``BAND`` apart.
+    It packs ``count`` elements of each row, or leaves the source where that is as fast. It returns
+    the left matrix of a product: a pointer, the distance of bands of ``BAND`` rows, and the strides
+    of a row and of a step (for a matrix unit, of a group of steps). Copied rows with adjacent steps
+    are ``STEPS`` steps apart.
     """
     if in_pairs(dtype):
         return _make_left_packer_of_pairs(BAND, STEPS)
     compute = compute_dtype(dtype)
     copy_row, copy_bands = make_copy_row(compute), _make_band_copy(compute, BAND)
     BEHIND = behind_bands(compute, BAND)
-    reads_in_place = dtype == compute and not copies_all_rows()
+    is_computed = dtype == compute
     PAGE = PAGE_BYTES // ELEMENTS[dtype].size
 
     @njit
@@ -74,7 +73,7 @@ def make_left_packer(dtype: str, BAND: int, STEPS: int) -> Callable:
                 line = shift(source, step * step_stride)
                 copy_bands(shift(target, step * BAND), line, rows, BAND * count + BEHIND)
             return target, BAND * count + BEHIND, 1, BAND
-        if reads_in_place and row_stride % PAGE != 0:
+        if is_computed and row_stride % PAGE != 0:
             return source, BAND * row_stride, row_stride, 1
         for row in range(rows):
             copy_row(shift(target, row * STEPS), shift(source, row * row_stride), 1, count, 0)
@@ -270,17 +269,16 @@ def _make_left_packer_of_pairs(BAND: int, STEPS: int) -> Callable:
     """
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
     on_unit = on_matrix_unit("bfloat16")
-    ROWS, STEP_MULTIPLE = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
+    ROWS, MULTIPLE = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
     PAGE = PAGE_BYTES // ELEMENTS["bfloat16"].size
-    reads_in_place = on_unit or not copies_all_rows()
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
-        is_whole = rows % ROWS == 0 and count % (2 * STEP_MULTIPLE) == 0 and row_stride % 2 == 0
-        if reads_in_place and is_whole and step_stride == 1 and row_stride % PAGE != 0:
+        is_whole = rows % ROWS == 0 and count % (2 * MULTIPLE) == 0 and row_stride % 2 == 0
+        if is_whole and step_stride == 1 and row_stride % PAGE != 0:
             stride = row_stride // 2
-            return as_pairs(address_of(source)), BAND * stride, stride, STEP_MULTIPLE
-        pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, STEP_MULTIPLE)
+            return as_pairs(address_of(source)), BAND * stride, stride, MULTIPLE
+        pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, MULTIPLE)
         all_rows = round_up(rows, ROWS)
         stride, group_stride = (GROUP, all_rows * GROUP) if on_unit else (STEPS, GROUP)
         whole = count // 2 // LANES * LANES

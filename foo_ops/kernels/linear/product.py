@@ -12,7 +12,7 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import copies_all_rows, spreads_prefetches, vector_registers
+from foo_ops.kernels.compiler.processor import spreads_prefetches, vector_registers
 from foo_ops.kernels.lang.scratch import Scratch, Struct, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.packing import (
     behind_bands,
@@ -478,8 +478,7 @@ def make_block_sums(
         else make_panels(dtype, WIDTH, SECTION, finish)
     )
     pack_panels, panel_ahead, scale_sums = panels.pack, panels.lines_ahead, panels.scale_sums
-    pack_left = make_left_packer(dtype, BAND, STEPS)
-    prefetch_share = make_share_prefetcher(dtype)
+    pack_left, prefetch_share = make_left_packer(dtype, BAND, STEPS), make_share_prefetcher(dtype)
     fill, as_matrix = make_fill(compute), pointer_to(in_products)
 
     @njit
@@ -561,9 +560,12 @@ def make_block_sums(
     else:
         SPREADS, begin_products, end_products = spreads_prefetches(), nothing, nothing
         tall_matmul = make_tall_matmul(
-            compute, in_products, panels.chunk // STEP if SPREADS else 0,
-            STEPS if copies_all_rows() else 0,
-        )  # fmt: skip
+            compute,
+            in_products,
+            in_products,
+            panels.chunk // STEP if SPREADS else 0,
+            STEPS if SPREADS else 0,
+        )
 
         @njit
         def multiply(product, block, sums, stride, left, right, part, start, column, steps):

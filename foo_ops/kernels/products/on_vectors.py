@@ -37,8 +37,6 @@ REST = 4
 # machine may, each instruction counts: with 4 instead of 1, a Zen 3 takes 0.86 of the time, and
 # with 8 0.84.
 UNROLLED = 4
-# The strides of rows and of steps of a left matrix, each where the other is 1, if they vary.
-ANY_STRIDES = (0, 0)
 
 
 @functools.cache
@@ -102,21 +100,18 @@ def make_matmul(c: str, a: str, b: str) -> Callable:
 
 
 @functools.cache
-def make_tall_matmul(c: str, factors: str, CHUNK: int, ROW_STRIDE: int) -> Callable:
+def make_tall_matmul(c: str, a: str, b: str, CHUNK: int, ROW_STRIDE: int) -> Callable:
     """Like `make_matmul`, for many rows, and for the columns of one tile of `tall_shape`.
 
-    The dtypes of a and b are ``factors``. Its further argument ``ahead`` has the lines that it
-    prefetches, some for each ``CHUNK`` steps: see `_make_prefetching_sum`. Unless ``ROW_STRIDE`` is
-    0, rows of a are at that distance and their steps adjacent, or the rows of a tile are adjacent,
-    and nothing lies between its steps. Columns of one vector use tiles of the same rows, since
-    callers cut rows for them: with tiles of 8, the last 4 of 12 rows, one by one, would wait for
-    each sum, and take twice as long.
+    Its further argument ``ahead`` has the lines that it prefetches, some for each ``CHUNK`` steps,
+    or none if that is 0: see `_make_prefetching_sum`. Columns of one vector use tiles of the same
+    rows, since callers cut rows for them: with tiles of 8, the last 4 of 12 rows, one by one, would
+    wait for each sum, and take twice as long.
     """
     lanes = lanes_of(c)
     rows, vectors = tall_shape()
-    strides = (ROW_STRIDE, rows) if ROW_STRIDE else ANY_STRIDES
-    pair = make_panel_product((c, factors, factors), rows, vectors, strides, CHUNK)
-    single = make_panel_product((c, factors, factors), rows, 1, strides, CHUNK)
+    pair = make_panel_product((c, a, b), rows, vectors, CHUNK, ROW_STRIDE)
+    single = make_panel_product((c, a, b), rows, 1, CHUNK, ROW_STRIDE)
 
     @njit
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate, ahead):
@@ -130,11 +125,7 @@ def make_tall_matmul(c: str, factors: str, CHUNK: int, ROW_STRIDE: int) -> Calla
 
 @functools.cache
 def make_panel_product(
-    dtypes: tuple[str, str, str],
-    ROWS: int,
-    COLUMNS: int,
-    strides: tuple[int, int] = ANY_STRIDES,
-    CHUNK: int = 0,
+    dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int, CHUNK: int = 0, ROW_STRIDE: int = 0
 ) -> Callable:
     """Make the matrix product of a panel of ``COLUMNS`` vectors, for dtypes c, a and b.
 
@@ -145,7 +136,8 @@ def make_panel_product(
     """
     LANES = lanes_of(dtypes[0])
     has_rest = ROWS > REST and ROWS * COLUMNS > 2 * REST
-    sums = _make_sum(UNROLLED if COLUMNS > 1 else 1, strides), _make_sum(1), _make_sum(1)
+    unrolled = UNROLLED if COLUMNS > 1 else 1
+    sums = _make_sum(unrolled, ROW_STRIDE), _make_sum(1), _make_sum(1)
     heights = (ROWS, REST if has_rest else 1, 1)
     most, some, single = (
         _make_rows(
@@ -184,12 +176,14 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, add_products: Callable) -> C
     return multiply
 
 
-def _make_sum(STEPS: int, strides: tuple[int, int] = ANY_STRIDES) -> Callable:
+def _make_sum(STEPS: int, ROW_STRIDE: int = 0) -> Callable:
     """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps, ahead)`` of a tile.
 
-    Its loop is unrolled by ``STEPS`` steps. ``strides`` replace a_row and a_step, unless they vary.
+    Its loop is unrolled by ``STEPS`` steps. If rows are ``ROW_STRIDE`` apart, which is 0 for none,
+    one register has all addresses. Otherwise those of 12 rows leave too few for other numbers: 96
+    multiply-adds have up to 211 instructions instead of 157, and a Skylake, which multiplies them
+    in 48 cycles, begins 192 in that time.
     """
-    ROW_STRIDE, STEP_STRIDE = strides
 
     @njit
     def add_steps(sums, a, a_row, a_step, b, b_stride, start, steps):
@@ -206,16 +200,18 @@ def _make_sum(STEPS: int, strides: tuple[int, int] = ANY_STRIDES) -> Callable:
     def add_unrolled(sums, a, a_row, a_step, b, b_stride, steps, ahead):
         # With a stride of 1, offsets are constants in the instructions' addresses.
         whole = steps // STEPS * STEPS if a_step == 1 or a_row == 1 else 0
-        if a_step == 1:
-            row_stride = ROW_STRIDE if ROW_STRIDE > 0 else a_row
+        if ROW_STRIDE > 0 and a_row == ROW_STRIDE and a_step == 1:
             for step in range(0, whole, STEPS):
                 factors, vectors = shift(a, step), shift(b, step * b_stride)
-                sums = tile_fma(sums, factors, row_stride, 1, vectors, b_stride, STEPS)
-        else:
-            step_stride = STEP_STRIDE if STEP_STRIDE > 0 else a_step
+                sums = tile_fma(sums, factors, ROW_STRIDE, 1, vectors, b_stride, STEPS)
+        elif a_step == 1:
             for step in range(0, whole, STEPS):
-                factors, vectors = shift(a, step * step_stride), shift(b, step * b_stride)
-                sums = tile_fma(sums, factors, 1, step_stride, vectors, b_stride, STEPS)
+                factors, vectors = shift(a, step), shift(b, step * b_stride)
+                sums = tile_fma(sums, factors, a_row, 1, vectors, b_stride, STEPS)
+        else:
+            for step in range(0, whole, STEPS):
+                factors, vectors = shift(a, step * a_step), shift(b, step * b_stride)
+                sums = tile_fma(sums, factors, 1, a_step, vectors, b_stride, STEPS)
         return add_steps(sums, a, a_row, a_step, b, b_stride, whole, steps)
 
     return add_one_by_one if STEPS == 1 else add_unrolled
