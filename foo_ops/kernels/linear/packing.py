@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from numba import njit
 
+from foo_ops.kernels.compiler.processor import spreads_prefetches
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE
 from foo_ops.kernels.products.operands import vector_product_dtype
 from foo_ops.kernels.simd.memory import (
+    CACHE_LINE,
     address_of,
     load,
     load_vector,
@@ -48,15 +50,16 @@ def in_pairs(dtype: str) -> bool:
 
 
 @functools.cache
-def make_left_packer(dtype: str, BAND: int) -> Callable:
+def make_left_packer(dtype: str, BAND: int, STEPS: int) -> Callable:
     """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
 
     It packs ``count`` elements of each row, or leaves the source where that is as fast. It returns
     the left matrix of a product: a pointer, the distance of bands of ``BAND`` rows, and the strides
-    of a row and of a step (for a matrix unit, of a group of steps).
+    of a row and of a step (for a matrix unit, of a group of steps). Copied rows with adjacent steps
+    are ``STEPS`` steps apart.
     """
     if in_pairs(dtype):
-        return _make_left_packer_of_pairs(BAND)
+        return _make_left_packer_of_pairs(BAND, STEPS)
     compute = compute_dtype(dtype)
     copy_row, copy_bands = make_copy_row(compute), _make_band_copy(compute, BAND)
     BEHIND = behind_bands(compute, BAND)
@@ -73,8 +76,8 @@ def make_left_packer(dtype: str, BAND: int) -> Callable:
         if is_computed and row_stride % PAGE != 0:
             return source, BAND * row_stride, row_stride, 1
         for row in range(rows):
-            copy_row(shift(target, row * count), shift(source, row * row_stride), 1, count, 0)
-        return target, BAND * count, count, 1
+            copy_row(shift(target, row * STEPS), shift(source, row * row_stride), 1, count, 0)
+        return target, BAND * STEPS, STEPS, 1
 
     return pack_left
 
@@ -186,6 +189,57 @@ def make_share_prefetcher(dtype: str) -> Callable:
     return prefetch_share
 
 
+def chunk_of_prefetches(SECTION: int, SIZE: int) -> int:
+    """Return how many elements of ``SIZE`` bytes of a row are prefetched at a time, of a section.
+
+    It is the number in two lines if prefetches are spread, else all of the section.
+    """
+    return min(2 * CACHE_LINE // SIZE, SECTION) if spreads_prefetches() else SECTION
+
+
+def make_lines_ahead(CHUNK: int, SIZE: int) -> Callable:
+    """Make ``lines_ahead(source, row_stride, step_stride, rows, steps, shares)``.
+
+    It returns the lines of some rows, or columns, to be prefetched in equal shares, and each row in
+    chunks of ``CHUNK`` elements, which have ``SIZE`` bytes: a pointer to bytes, the number of rows,
+    that of a share, the distance of rows, the number of lines of a row in a chunk, the number of
+    chunks, and their distance. If the rows are adjacent, each step counts as a row.
+    """
+    as_bytes = pointer_to("uint8")
+
+    @njit
+    def lines_ahead(source, row_stride, step_stride, rows, steps, shares):
+        length, chunks = min(CHUNK, steps), (steps + CHUNK - 1) // CHUNK
+        count, stride, width = rows, row_stride, length
+        if step_stride != 1:
+            count, stride, width = length, step_stride, rows
+        lines = (width * SIZE + CACHE_LINE - 1) // CACHE_LINE
+        return (
+            as_bytes(address_of(source)), count, (count + shares - 1) // shares, stride * SIZE,
+            lines, chunks, CHUNK * step_stride * SIZE,
+        )  # fmt: skip
+
+    return lines_ahead
+
+
+@njit
+def share_of_lines(ahead, share):
+    """Return one of the equal shares of lines: the same numbers, except that of a share."""
+    place, count, each, stride, lines, chunks, distance = ahead
+    first = share * each
+    rows = max(0, min(each, count - first))
+    return shift(place, first * stride), rows, stride, lines, chunks, distance
+
+
+@njit
+def prefetch_chunk(ahead):
+    """Prefetch the first chunk of a share of lines."""
+    place, rows, stride, lines, chunks, _ = ahead
+    for row in range(rows if chunks > 0 else 0):
+        for line in range(lines):
+            prefetch(place, row * stride + line * CACHE_LINE)
+
+
 # ------------------------------------------------------------------------------ pairs of bfloat16
 
 LANES_OF_PAIRS = functools.partial(lanes_of, "float32")
@@ -207,7 +261,7 @@ def _make_pair_mover() -> Callable:
     return move
 
 
-def _make_left_packer_of_pairs(BAND: int) -> Callable:
+def _make_left_packer_of_pairs(BAND: int, STEPS: int) -> Callable:
     """Make the left packer for pairs, in which the steps of a row are adjacent.
 
     For a matrix unit, a group of steps of all rows lies before the next group, padded with zeros to
@@ -215,18 +269,18 @@ def _make_left_packer_of_pairs(BAND: int) -> Callable:
     """
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
     on_unit = on_matrix_unit("bfloat16")
-    ROWS, STEPS = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
+    ROWS, MULTIPLE = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
     PAGE = PAGE_BYTES // ELEMENTS["bfloat16"].size
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
-        is_whole = rows % ROWS == 0 and count % (2 * STEPS) == 0 and row_stride % 2 == 0
+        is_whole = rows % ROWS == 0 and count % (2 * MULTIPLE) == 0 and row_stride % 2 == 0
         if is_whole and step_stride == 1 and row_stride % PAGE != 0:
             stride = row_stride // 2
-            return as_pairs(address_of(source)), BAND * stride, stride, STEPS
-        pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, STEPS)
+            return as_pairs(address_of(source)), BAND * stride, stride, MULTIPLE
+        pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, MULTIPLE)
         all_rows = round_up(rows, ROWS)
-        stride, group_stride = (GROUP, all_rows * GROUP) if on_unit else (steps, GROUP)
+        stride, group_stride = (GROUP, all_rows * GROUP) if on_unit else (STEPS, GROUP)
         whole = count // 2 // LANES * LANES
         for row in range(0, rows, LANES):
             some = min(LANES, rows - row)

@@ -12,21 +12,25 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import vector_registers
+from foo_ops.kernels.compiler.processor import spreads_prefetches, vector_registers
 from foo_ops.kernels.lang.scratch import Scratch, Struct, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.packing import (
     behind_bands,
+    chunk_of_prefetches,
     in_pairs,
     make_left_packer,
+    make_lines_ahead,
     make_right_packer,
     make_share_prefetcher,
     on_matrix_unit,
+    prefetch_chunk,
+    share_of_lines,
 )
 from foo_ops.kernels.math.exponential import exp, tanh
 from foo_ops.kernels.math.special import erf
-from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products
+from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products, nothing
 from foo_ops.kernels.products.on_vectors import make_tall_matmul, tall_shape
-from foo_ops.kernels.products.operands import make_vector_products, step_of
+from foo_ops.kernels.products.operands import step_of
 from foo_ops.kernels.simd.arithmetic import maximum, splat
 from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.simd.narrow import PAIRS
@@ -349,8 +353,9 @@ class Panels:
         pack: ``pack(product, part, memory, start, column, columns, count, distance)`` packs
             panels of columns from ``column`` on, with ``count`` steps from ``start`` on, at a
             distance of ``distance``.
-        prefetch: ``prefetch(product, part, start, column, columns, count, share, shares)``
-            prefetches one of ``shares`` equal parts of such a panel into L2.
+        chunk: the number of elements of a column that are prefetched at a time.
+        lines_ahead: ``lines_ahead(product, part, start, column, columns, count, shares)`` returns
+            the lines of such a panel to prefetch, in equal shares: see `make_lines_ahead`.
         regions: the scratch memory of packing.
         scale_sums: ``scale_sums(product, block, memory, width, panel)`` runs before the sums are
             written.
@@ -358,14 +363,17 @@ class Panels:
 
     arguments: tuple[Any, ...]
     pack: Callable
-    prefetch: Callable
+    chunk: int
+    lines_ahead: Callable
     regions: dict[str, int]
     scale_sums: Callable
 
 
 def make_stored_panels(dtype: str, WIDTH: int, SECTION: int, finish: str = NOTHING) -> Panels:
     """Make the panels of a right matrix that has the left matrix's dtype."""
-    pack_right, prefetch_share = make_right_packer(dtype, WIDTH), make_share_prefetcher(dtype)
+    SIZE = ELEMENTS[dtype].size
+    CHUNK = chunk_of_prefetches(SECTION, SIZE)
+    pack_right, lines_of = make_right_packer(dtype, WIDTH), make_lines_ahead(CHUNK, SIZE)
     right_of = _second_right if finish == GATE else _only_right
 
     @njit
@@ -381,13 +389,13 @@ def make_stored_panels(dtype: str, WIDTH: int, SECTION: int, finish: str = NOTHI
         )  # fmt: skip
 
     @njit
-    def prefetch(product, part, start, column, columns, count, share, shares):
-        prefetch_share(
+    def lines_ahead(product, part, start, column, columns, count, shares):
+        return lines_of(
             panel_of(product, part, start, column), product.right_column_stride,
-            product.right_step_stride, columns, count, share, shares,
+            product.right_step_stride, columns, count, shares,
         )  # fmt: skip
 
-    return Panels(argument_types(dtype), pack, prefetch, {}, leave_sums)
+    return Panels(argument_types(dtype), pack, CHUNK, lines_ahead, {}, leave_sums)
 
 
 @njit
@@ -464,15 +472,13 @@ def make_block_sums(
     # Rows multiplied between two shares of prefetching.
     BAND = TILE_MULTIPLE if on_unit else tall_shape()[0]
     PARTS, left_of = parts_of(finish), _second_left if finish == GATE else _only_left
-    products = make_amx_products(1) if on_unit else make_vector_products(dtype, make_tall_matmul)
-    matmul, begin_products, end_products = products
     panels = (
         make_panels(dtype, WIDTH, SECTION)
         if finish == NOTHING
         else make_panels(dtype, WIDTH, SECTION, finish)
     )
-    pack_panels, prefetch_panel, scale_sums = panels.pack, panels.prefetch, panels.scale_sums
-    pack_left, prefetch_share = make_left_packer(dtype, BAND), make_share_prefetcher(dtype)
+    pack_panels, panel_ahead, scale_sums = panels.pack, panels.lines_ahead, panels.scale_sums
+    pack_left, prefetch_share = make_left_packer(dtype, BAND, STEPS), make_share_prefetcher(dtype)
     fill, as_matrix = make_fill(compute), pointer_to(in_products)
 
     @njit
@@ -506,44 +512,80 @@ def make_block_sums(
         return (PARTS - 1) * rows * columns
 
     @njit
-    def prefetch_next(product, block, part, start, column, share, shares):
-        """Prefetch a share of the data that is packed next into L2."""
-        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
-        next_part, next_start, next_column = part, start, column + WIDTH
-        if next_column >= columns:
-            next_part, next_column = part + 1, 0
-        if next_part == PARTS:
-            next_part, next_start = 0, start + SECTION
-        count = min(SECTION, product.depth - next_start)
-        if count <= 0:
-            return
-        prefetch_panel(
-            product, next_part, next_start, block.column_start + next_column,
-            min(WIDTH, columns - next_column), count, share, shares,
-        )  # fmt: skip
-        if next_start > start:
-            prefetch_share(
-                rows_of(product, block, next_part, next_start), product.left_row_stride,
-                product.left_step_stride, rows, count, share, shares,
-            )  # fmt: skip
+    def next_panel(product, block, part, start, column):
+        """Return the product, the first step and the first column of the panel after this one."""
+        if column + WIDTH < block.column_stop - block.column_start:
+            return part, start, column + WIDTH
+        return (part + 1, start, 0) if part + 1 < PARTS else (0, start + SECTION, 0)
 
     @njit
-    def multiply(product, block, sums, stride, left, right, part, start, column, steps):
-        """Multiply bands of rows by a packed panel, and prefetch the next panel meanwhile."""
-        rows, _, bands = sizes_of_block(product, block)
-        columns = min(WIDTH, block.column_stop - block.column_start - column)
-        factors, distance, row_stride, step_stride = left
-        for band in range(bands):
-            # A matrix unit is faster than prefetching: it would wait for it.
-            if not on_unit:
-                prefetch_next(product, block, part, start, column, band, bands)
-            row = band * BAND
-            matmul(
-                shift(sums, row * stride), stride,
-                (shift(factors, band * distance), row_stride, step_stride, 0),
-                (as_matrix(address_of(right)), WIDTH, 0),
-                min(BAND, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
+    def lines_ahead(product, block, part, start, column, shares):
+        """Return the next panel's lines, in equal shares, to be prefetched into L2."""
+        next_part, next_start, next_column = next_panel(product, block, part, start, column)
+        place = block.column_start + next_column
+        return panel_ahead(
+            product, next_part, next_start, place, min(WIDTH, block.column_stop - place),
+            max(0, min(SECTION, product.depth - next_start)), shares,
+        )  # fmt: skip
+
+    @njit
+    def prefetch_rows(product, block, part, start, column, band, bands):
+        """Prefetch a share of the rows of the next section into L2, during the panel before it."""
+        next_part, next_start, _ = next_panel(product, block, part, start, column)
+        if start < next_start < product.depth:
+            prefetch_share(
+                rows_of(product, block, next_part, next_start), product.left_row_stride,
+                product.left_step_stride, block.row_stop - block.row_start,
+                min(SECTION, product.depth - next_start), band, bands,
             )  # fmt: skip
+
+    if on_unit:
+        on_tiles, begin_products, end_products = make_amx_products(1)
+
+        @njit
+        def multiply(product, block, sums, stride, left, right, part, start, column, steps):
+            """Multiply bands of rows by a packed panel. Prefetching would be waited for."""
+            rows, _, bands = sizes_of_block(product, block)
+            columns = min(WIDTH, block.column_stop - block.column_start - column)
+            factors, distance, row_stride, step_stride = left
+            for band in range(bands):
+                row = band * BAND
+                on_tiles(
+                    shift(sums, row * stride), stride,
+                    (shift(factors, band * distance), row_stride, step_stride, 0),
+                    (as_matrix(address_of(right)), WIDTH, 0),
+                    min(BAND, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
+                )  # fmt: skip
+
+    else:
+        SPREADS, begin_products, end_products = spreads_prefetches(), nothing, nothing
+        tall_matmul = make_tall_matmul(
+            compute,
+            in_products,
+            in_products,
+            panels.chunk // STEP if SPREADS else 0,
+            STEPS if SPREADS else 0,
+        )
+
+        @njit
+        def multiply(product, block, sums, stride, left, right, part, start, column, steps):
+            """Multiply bands of rows by a packed panel, and prefetch the next panel meanwhile."""
+            rows, _, bands = sizes_of_block(product, block)
+            columns = min(WIDTH, block.column_stop - block.column_start - column)
+            factors, distance, row_stride, step_stride = left
+            # The rows that are no whole band prefetch nothing.
+            ahead = lines_ahead(product, block, part, start, column, max(1, rows // BAND))
+            for band in range(bands):
+                prefetch_rows(product, block, part, start, column, band, bands)
+                lines, row = share_of_lines(ahead, band), band * BAND
+                if not SPREADS:
+                    prefetch_chunk(lines)
+                tall_matmul(
+                    shift(sums, row * stride), stride,
+                    shift(factors, band * distance), row_stride, step_stride,
+                    as_matrix(address_of(right)), WIDTH,
+                    min(BAND, rows - row), round_up(columns, MULTIPLE), steps, start > 0, lines,
+                )  # fmt: skip
 
     @njit
     def add_section(product, block, memory, sums, panel_distance, stride, part, start):

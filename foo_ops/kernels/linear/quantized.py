@@ -22,9 +22,10 @@ from foo_ops.kernels.linear.few_rows import (
     make_tiles_ahead,
 )
 from foo_ops.kernels.linear.packing import (
+    chunk_of_prefetches,
     in_pairs,
+    make_lines_ahead,
     make_right_packer,
-    make_share_prefetcher,
     on_matrix_unit,
 )
 from foo_ops.kernels.linear.product import (
@@ -570,7 +571,8 @@ def _make_unpacked_panels(
 
     ``unpack(product, target, column, start, count)`` converts part of a column to numbers.
     """
-    pack_right, prefetch_share = make_right_packer(dtype, WIDTH), make_share_prefetcher("uint8")
+    BYTES = chunk_of_prefetches(SECTION // PER_BYTE, 1)
+    pack_right, lines_of = make_right_packer(dtype, WIDTH), make_lines_ahead(BYTES, 1)
     # The multiple of columns that packing pads to, so that strips do not overwrite each other.
     STRIP = GROUP if on_matrix_unit(dtype) else lanes_of(compute_dtype(dtype))
     as_numbers = pointer_to(_strip_dtype(dtype))
@@ -586,14 +588,13 @@ def _make_unpacked_panels(
             pack_right(panel, distance, strip, SECTION, 1, some, count)
 
     @njit
-    def prefetch_panel(product, part, start, column, columns, count, share, shares):
+    def lines_ahead(product, part, start, column, columns, count, shares):
         stride = product.right_column_stride
-        prefetch_share(
-            shift(product.right, column * stride + start // PER_BYTE), stride, 1, columns,
-            count // PER_BYTE, share, shares,
-        )  # fmt: skip
+        panel = shift(product.right, column * stride + start // PER_BYTE)
+        return lines_of(panel, stride, 1, columns, count // PER_BYTE, shares)
 
-    return Panels(arguments, pack, prefetch_panel, {"strip": STRIP * SECTION}, scale_sums)
+    chunk = BYTES * PER_BYTE
+    return Panels(arguments, pack, chunk, lines_ahead, {"strip": STRIP * SECTION}, scale_sums)
 
 
 def _strip_dtype(dtype: str) -> str:

@@ -80,19 +80,15 @@ def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
 
 
 @functools.cache
-def make_vector_products(
-    dtype: str, make: Callable[..., Callable] = make_matmul
-) -> tuple[Callable, Callable, Callable]:
-    """SIMD version of `make_products`; ``make`` builds the matrix product."""
-    return make_products_on_vectors(compute_dtype(dtype), vector_product_dtype(dtype), make)
+def make_vector_products(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """SIMD version of `make_products`."""
+    return make_products_on_vectors(compute_dtype(dtype), vector_product_dtype(dtype))
 
 
 @functools.cache
-def make_products_on_vectors(
-    compute: str, in_products: str, make: Callable[..., Callable] = make_matmul
-) -> tuple[Callable, Callable, Callable]:
+def make_products_on_vectors(compute: str, in_products: str) -> tuple[Callable, Callable, Callable]:
     """Like `make_vector_products`, with the compute dtype and the dtype in products given."""
-    on_vectors = make(compute, in_products, in_products)
+    on_vectors = make_matmul(compute, in_products, in_products)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
