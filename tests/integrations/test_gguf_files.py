@@ -257,11 +257,12 @@ def test_a_kind_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 LOADING = """
 import json, sys, time
-import accelerate, gguf, torch
+import accelerate, foo_ops, gguf, torch
 from foo_ops.integrations.transformers import apply
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-# Imports do not depend on the size of a model.
+# Imports and the linker of kernels do not depend on the size of a model.
+foo_ops.abs(torch.ones(1))
 sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
 apply(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
 
@@ -278,11 +279,12 @@ print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("kind", "most"), [("Q4_0", 1.25), ("Q4_K", 1.4), ("Q8_0", 1.25)])
+@pytest.mark.parametrize(("kind", "most"), [("Q4_0", 1.25), ("Q4_K", 1.35), ("Q6_K", 1.5)])
 def test_memory_of_loading(kind, most, tmp_path):
     """Neither the file nor temporary tensors stay in memory beside the layers.
 
-    Scales and minima of Q4_K have 6 bits in the file: foo's layout takes 1.11 of its size.
+    Scales and minima of Q4_K have 6 bits in the file: foo's layout takes 1.11 of its size. Weights
+    of Q6_K become 8 bits, which take 1.3.
     """
     path = tmp_path / "model.gguf"
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 9}
@@ -290,8 +292,10 @@ def test_memory_of_loading(kind, most, tmp_path):
     write_gguf(path, kind, is_returned=False, **sizes)
     size = path.stat().st_size
     assert 200e6 < size < 450e6
-    process = python(LOADING, input=str(path), new=True)
-    assert process.returncode == 0, process.stderr
+    # The first process compiles kernels, which takes memory and time once for an installation.
+    for _ in range(2):
+        process = python(LOADING, input=str(path), new=True)
+        assert process.returncode == 0, process.stderr
     peak, seconds = json.loads(process.stdout.splitlines()[-1])
     print(f"{peak / size:.2f} of {size / 1e6:.0f} MB, {seconds:.2f} seconds")
     assert peak <= most * size

@@ -487,6 +487,7 @@ def test_experts_in_act_order(tmp_path):
 LOADING = """
 import json, sys, time
 import torch
+import foo_ops
 import foo_ops.integrations.transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -494,6 +495,8 @@ def in_bytes(name):
     lines = dict(it.split(":") for it in open("/proc/self/status"))
     return 1024 * int(lines[name].split()[0])
 
+# Imports and the linker of kernels do not depend on the size of a model.
+foo_ops.abs(torch.ones(1))
 before = in_bytes("VmRSS")
 start = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(sys.stdin.read())
@@ -527,8 +530,10 @@ def test_memory_of_loading(kind, tmp_path):
     write_large(tmp_path, *LARGE[kind], **sizes)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert 180e6 < size < 220e6
-    process = python(LOADING, input=str(tmp_path), new=True)
-    assert process.returncode == 0, process.stderr
+    # The first process compiles kernels, which takes memory and time once for an installation.
+    for _ in range(2):
+        process = python(LOADING, input=str(tmp_path), new=True)
+        assert process.returncode == 0, process.stderr
     peak, seconds = json.loads(process.stdout.splitlines()[-1])
     print(f"{peak / size:.2f} of {size / 1e6:.0f} MB, {seconds:.2f} seconds")
     assert peak <= 1.25 * size

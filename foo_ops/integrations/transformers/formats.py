@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
+from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows
 from foo_ops.library.operators import dtype_name
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.linear_quantized import GROUP_SIZES, pack_integers, unpack_integers
+from foo_ops.ops.linear_quantized import GROUP_SIZES, unpack_integers
 
 Stored = Mapping[str, Tensor]
 """A layer's tensors in a file, by the last part of their names."""
@@ -26,8 +27,6 @@ Stored = Mapping[str, Tensor]
 
 
 PER_WORD = 8
-LOWER = 0x0F0F0F0F
-"""The lower nibble of each byte of a word."""
 
 
 def nibbles(words: Tensor) -> Tensor:
@@ -42,16 +41,6 @@ def words_of(numbers: Tensor) -> Tensor:
     return (lower | upper << 4).contiguous().view(torch.int32)
 
 
-def joined(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair the nibbles of two words, those with even numbers in one result, odd ones in the other.
-
-    A byte of a result has a nibble of ``lower`` in its lower half and one of ``upper`` above it.
-    """
-    even = lower & LOWER | (upper & LOWER) << 4
-    odd = lower >> 4 & LOWER | upper & ~LOWER
-    return even, odd
-
-
 ROWS = 256
 """Rows that are repacked at a time, so that temporary memory is small and in the caches."""
 
@@ -63,13 +52,6 @@ def in_blocks(rows: int, width: int, repack: Callable[[slice, Tensor], Any], lik
         some = slice(first, min(first + ROWS, rows))
         repack(some, found[some])
     return found
-
-
-def pack_rows(words: Tensor, group_size: int, packed: Tensor) -> None:
-    """Repack (N, K / 8) int32 as `foo_ops.quantize_weight` does, (N, K / 2) uint8."""
-    halves = words.unflatten(1, (-1, 2, group_size // 2 // PER_WORD))
-    even, odd = (it.view(torch.uint8).flatten(1) for it in joined(*halves.unbind(2)))
-    torch.stack((even, odd), -1, out=packed.unflatten(1, (-1, 2)))
 
 
 def group_size_of(stored: int) -> int | None:
@@ -182,20 +164,7 @@ class Awq(Format):
 
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
         size: Any = group_size_of(self.group_size)
-        words, scales = stored["qweight"], stored["scales"]
-
-        def repack(rows: slice, packed: Tensor) -> None:
-            block = words[:, rows.start // PER_WORD : rows.stop // PER_WORD]
-            halves = block.unflatten(0, (-1, 2, size // 2))
-            # By `ORDER`, the bytes of even are outputs 0, 4, 1 and 5, those of odd 2, 6, 3 and 7.
-            outputs = packed.unflatten(0, (-1, 2, 2, 2))
-            for place, pairs in enumerate(joined(*halves.unbind(1))):
-                # Transposed as words: torch moves four bytes as fast as one.
-                bytes = pairs.flatten(0, 1).t().contiguous().view(torch.uint8)
-                outputs[:, :, place].permute(0, 3, 2, 1).copy_(bytes.unflatten(-1, (-1, 2, 2)))
-
-        columns, rows = len(words), scales.shape[1]
-        weight = in_blocks(rows, columns // 2, repack, words)
+        scales, weight = stored["scales"], pack_columns(stored["qweight"], size)
         zeros = nibbles(stored["qzeros"]).unflatten(1, (-1, PER_WORD))
         order = torch.tensor(self.ORDER, device=zeros.device).argsort()
         times = self.group_size // size
@@ -547,15 +516,7 @@ def grouped(
 ) -> Integers:
     """Return the weights of (N, K / 8) int32, scales and zeros (N, G)."""
     size: Any = group_size_of(group_size)
-
-    def repack(rows: slice, packed: Tensor) -> None:
-        block = words[rows].contiguous()
-        if order is None:
-            pack_rows(block, size, packed)
-        else:
-            packed.copy_(pack_integers(nibbles(block)[:, order].unflatten(1, (-1, size))))
-
-    weight = in_blocks(len(words), 4 * words.shape[1], repack, words)
+    weight = pack_rows(words, size, order)
     scale, zero = (repeated(it, group_size // size) for it in (scale, zero))
     return Integers(weight, scale, zero, order)
 

@@ -27,7 +27,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from foo_ops.integrations.transformers.checkpoints import is_on_host
 from foo_ops.integrations.transformers.gguf_blocks import integers_of, row_bytes
-from foo_ops.integrations.transformers.memory import Mappings
+from foo_ops.integrations.transformers.memory import Mappings, trim
 from foo_ops.integrations.transformers.packed import FooPackedEmbedding, FooPackedLinear, Integers
 
 METHOD = "gguf"
@@ -179,12 +179,12 @@ class StoredBlocks(nn.Module):
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.register_parameter("bias", own.bias if self.is_linear else None)
 
-    def read(self, blocks: Tensor, dtype: torch.dtype) -> Integers:
+    def read(self, blocks: Tensor, dtype: torch.dtype, mappings: Mappings) -> Integers:
         kind, rows, columns = self.stored
         if rows is not None:
             blocks = blocks[rows.to(blocks.device)]
         order = None if columns is None else columns.to(blocks.device)
-        return integers_of(blocks, kind, dtype)._replace(order=order)
+        return integers_of(blocks, kind, dtype, mappings.release)._replace(order=order)
 
     def packed(self, integers: Integers) -> nn.Module:
         if not self.is_linear:
@@ -272,10 +272,11 @@ class FooGgufQuantizer(GgufHfQuantizer):
         with torch.inference_mode(False), torch.no_grad():
             while places:
                 blocks, modules = places.popitem()
-                integers = modules[0][1].read(blocks.detach(), self.dtype)
+                integers = modules[0][1].read(blocks.detach(), self.dtype, mappings)
                 for name, module in modules:
                     model.set_submodule(name, module.packed(integers).train(module.training))
                 mappings.release(blocks)
+        trim()
         if self.supported:
             # Conversions of blocks are no use for saving.
             model._weight_conversions = None

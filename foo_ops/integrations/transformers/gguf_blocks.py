@@ -7,20 +7,17 @@ blocks of a matrix, (N, blocks in a row, bytes), as ggml-common.h of llama.cpp d
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from foo_ops.integrations.transformers.formats import LOWER, joined
 from foo_ops.integrations.transformers.packed import Integers
+from foo_ops.integrations.transformers.repacking import read_q4_k, read_rounded
 from foo_ops.ops.linear_quantized import to_int8
 
 GROUP_SIZE = 32
 """Weights that share a scale, in all layouts that are read here."""
-LOWEST_6, LOWEST_2 = 0x3F3F3F3F, 0x03030303
-"""Masks of the lowest bits of each byte of a word."""
-BYTES = 2**18
+BYTES = 2**20
 """Bytes of a file that are converted at a time, so that temporary tensors stay in the caches."""
 CODES = torch.tensor(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
@@ -30,16 +27,38 @@ CODES = torch.tensor(
 """The numbers of IQ4_NL (``kvalues_iq4nl``)."""
 
 
-def integers_of(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
+def integers_of(
+    rows: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    release: Callable[[Tensor], None] = lambda rows: None,
+) -> Integers:
     """Convert a quantised matrix, (N, bytes in a row) uint8, with scales of a dtype.
 
     Integers are those of the file where a layout of the kernels has them, see `EXACT`. Weights of
     other kinds are rounded to the nearest of 8 bits in groups of 32.
+
+    Args:
+        release: called with rows that have been converted.
     """
-    read = EXACT.get(kind)
-    if read is None:
-        return nearest(rows, kind, dtype)
-    return read(rows.unflatten(1, (-1, block_of(kind)[1])), dtype)
+    read, size = EXACT.get(kind) or ROUNDED.get(kind), block_of(kind)[1]
+    whole: list[Tensor] = []
+    step = max(1, BYTES // rows.shape[1])
+    for some in rows.split(step):
+        found = read(some.unflatten(1, (-1, size)), dtype) if read else nearest(some, kind, dtype)
+        part = [it for it in found if it is not None]
+        if not whole:
+            whole = [it.new_empty((len(rows), *it.shape[1:])) for it in part]
+            places = zip(*(it.split(step) for it in whole))
+        for tensor, numbers in zip(next(places), part):
+            tensor.copy_(numbers)
+        release(some)
+    integers = Integers(*whole)
+    if kind in ZEROS:
+        # One row of zeros serves all rows.
+        zero = torch.full_like(integers.scale[:1], ZEROS[kind]).expand_as(integers.scale)
+        return integers._replace(zero=zero)
+    return integers
 
 
 def block_of(kind: str) -> tuple[int, int]:
@@ -61,33 +80,12 @@ def halves(blocks: Tensor, start: int) -> Tensor:
     return blocks[..., start : start + 2].view(torch.float16).squeeze(-1).float()
 
 
-def in_chunks(read: Callable[..., Integers]) -> Callable[..., Integers]:
-    """Let a function convert some rows at a time."""
-
-    def read_all(rows: Tensor, *others: Any) -> Integers:
-        whole: list[Tensor] = []
-        step = max(1, BYTES * len(rows) // rows.numel())
-        for start in range(0, len(rows), step):
-            some = slice(start, start + step)
-            part = [it for it in read(rows[some], *others) if it is not None]
-            if not whole:
-                whole = [it.new_empty((len(rows), *it.shape[1:])) for it in part]
-            for tensor, numbers in zip(whole, part):
-                tensor[some] = numbers
-        return Integers(*whole)
-
-    return read_all
-
-
 # ------------------------------------------------------------------------------------------ layouts
 
 
 def q4_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
     """(integer - 8) * scale; the integers lie as in foo's groups of 32."""
-    scale = halves(blocks, 0).to(dtype)
-    # One row of zeros serves all rows.
-    zero = torch.full_like(scale[:1], 8).expand_as(scale)
-    return Integers(blocks[..., 2:].flatten(1), scale, zero)
+    return Integers(blocks[..., 2:].flatten(1), halves(blocks, 0).to(dtype))
 
 
 def q4_1(blocks: Tensor, dtype: torch.dtype) -> Integers:
@@ -95,27 +93,17 @@ def q4_1(blocks: Tensor, dtype: torch.dtype) -> Integers:
     return with_minimum(blocks[..., 4:].contiguous(), halves(blocks, 0), -halves(blocks, 2), dtype)
 
 
-@in_chunks
 def q4_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    """integer * scale - minimum, with 8 groups in a block.
-
-    Scales and minima are integers of 6 bits, times a float16 each. A byte of integers has elements
-    of two adjacent groups.
-    """
-    scales, minima = (it.flatten(1) for it in scales_and_minima(blocks))
-    words = blocks[..., 16:].contiguous().view(torch.int32).unflatten(-1, (4, 2, 4))
-    groups = torch.stack(joined(*words.unbind(-2)), -2).view(torch.uint8)
-    return with_minimum(groups.flatten(1, 3), scales, minima, dtype)
+    """integer * scale - minimum, with 8 groups in a block."""
+    return Integers(*read_q4_k(blocks, dtype))
 
 
-def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return those of Q4_K, (N, blocks, 8), from the 16 bytes at the start of a block."""
-    first, second, third = blocks[..., 4:16].contiguous().view(torch.int32).unbind(-1)
-    # The last 4 groups have 4 bits in `third`, and their upper 2 above those of the first 4.
-    scales = first & LOWEST_6, third & LOWER | (first >> 6 & LOWEST_2) << 4
-    minima = second & LOWEST_6, third >> 4 & LOWER | (second >> 6 & LOWEST_2) << 4
-    scale, minimum = (torch.stack(words, -1).view(torch.uint8) for words in (scales, minima))
-    return scale * halves(blocks, 0)[..., None], minimum * halves(blocks, 2)[..., None]
+def q5_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    return Integers(*read_rounded("q5_k", blocks, dtype))
+
+
+def q6_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
+    return Integers(*read_rounded("q6_k", blocks, dtype))
 
 
 def with_minimum(groups: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Integers:
@@ -163,14 +151,17 @@ EXACT: dict[str, Callable[[Tensor, torch.dtype], Integers]] = {
     "Q4_0": q4_0,
     "Q4_1": q4_1,
     "Q4_K": q4_k,
-    "Q5_0": in_chunks(q5_0),
+    "Q5_0": q5_0,
     "Q8_0": q8_0,
-    "IQ4_NL": in_chunks(iq4_nl),
+    "IQ4_NL": iq4_nl,
 }
 """Kinds whose integers stay as they are. Scales, and minima over scales, are rounded to a dtype."""
+ZEROS = {"Q4_0": 8}
+"""Kinds with the same zero for all groups."""
+ROUNDED: dict[str, Callable[[Tensor, torch.dtype], Integers]] = {"Q5_K": q5_k, "Q6_K": q6_k}
+"""Kinds with kernels that round to the nearest of 8 bits."""
 
 
-@in_chunks
 def nearest(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
     """Round to integers of 8 bits, in groups of 32."""
     from gguf import GGMLQuantizationType, dequantize

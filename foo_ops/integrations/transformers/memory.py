@@ -27,7 +27,7 @@ class Mappings:
             self.ranges = [(int(start, 16), int(end, 16)) for start, end in found]
 
     def release(self, tensor: Tensor, is_read_again: bool = False) -> None:
-        """Take a tensor out of memory, if it lies in a file.
+        """Take a dense tensor out of memory, if it lies in a file.
 
         All tensors of a file share a mapping, which stays in memory as long as any of them is used.
 
@@ -35,8 +35,7 @@ class Mappings:
             is_read_again: whether someone may have written to the tensor and read it again. Then
                 the system's own cache of the file is dropped, too.
         """
-        storage = tensor.untyped_storage()
-        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         # The first and the last page may have parts of other tensors.
         page = mmap.PAGESIZE
         first, last = -(-start // page) * page, end // page * page

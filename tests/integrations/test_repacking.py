@@ -1,0 +1,49 @@
+"""Words of files are repacked for the kernels, whatever their sizes and strides."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from support.quantized_files import packed
+
+from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows
+
+DEVICES = ["cpu", "foo"]
+SIZES = [(1, 32, 32), (8, 64, 32), (24, 192, 64), (136, 256, 128), (264, 384, 64)]
+"""Rows, columns and the size of groups: whole tiles, and parts of tiles."""
+
+
+def random_integers(rows, columns):
+    return torch.randint(16, (rows, columns), generator=torch.Generator().manual_seed(rows))
+
+
+def numbers_of(bytes, group_size):
+    """Return the integers of the kernels' layout: a group's first half in the lower bits."""
+    groups = bytes.cpu().long().unflatten(1, (-1, group_size // 2))
+    return torch.cat((groups % 16, groups // 16), -1).flatten(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_order", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
+@pytest.mark.parametrize(("rows", "columns", "group_size"), SIZES)
+def test_rows(rows, columns, group_size, layout, has_order, device):
+    integers = random_integers(rows, columns)
+    words = packed(integers, 1).to(device)
+    if layout == "transposed":
+        words = words.t().contiguous().t()
+    if layout == "strided":
+        words = words.repeat_interleave(2, 1).repeat(1, 3)[:, : 2 * words.shape[1] : 2]
+    order = torch.randperm(columns) if has_order else None
+    expected = integers if order is None else integers[:, order]
+    found = pack_rows(words, group_size, None if order is None else order.to(device))
+    assert found.device.type == device
+    assert torch.equal(numbers_of(found, group_size), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "columns", "group_size"), SIZES[1:])
+def test_columns(rows, columns, group_size, device):
+    integers = random_integers(rows, columns)
+    words = packed(integers.t(), 1, order=(0, 2, 4, 6, 1, 3, 5, 7)).to(device)
+    assert torch.equal(numbers_of(pack_columns(words, group_size), group_size), integers)
