@@ -119,9 +119,11 @@ def float_quantized_files(strategy):
     return make_layer, described
 
 
-def fp8_files(block):
+def fp8_files(block, exponents=None):
     described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
-    return lambda rows, columns: fp8(rows, columns, block), described
+    if exponents is not None:
+        described["scale_fmt"] = "ue8m0"
+    return lambda rows, columns: fp8(rows, columns, block, exponents), described
 
 
 KINDS = {
@@ -149,6 +151,8 @@ KINDS = {
     "fp8": fp8_files([128, 128]),
     "fp8, parts of blocks": fp8_files([48, 96]),
     "fp8, one scale": fp8_files(None),
+    "fp8, exponents": fp8_files([128, 128], torch.float8_e8m0fnu),
+    "fp8, exponents in bytes": fp8_files([1, 32], torch.uint8),
 }
 """A function that makes a layer, and the description in config.json, by kind."""
 

@@ -117,13 +117,21 @@ def float8(rows, columns, scale):
     return weight, weight.double() * scale.double()
 
 
-def fp8(rows, columns, block=(128, 128)):
-    """Return the tensors of FP8 with blocks; None is one scale in all."""
+def fp8(rows, columns, block=(128, 128), exponents=None):
+    """Return the tensors of FP8 with blocks; None is one scale in all.
+
+    ``exponents``: the dtype of scales that are powers of two.
+    """
     height, width = block or (rows, columns)
     sizes = (-(-rows // height), -(-columns // width))
     scale = torch.rand(sizes) * 0.0005 + 0.0005
+    if exponents is not None:
+        codes = torch.randint(127 - 12, 127 - 9, sizes, dtype=torch.uint8)
+        scale = 2.0 ** (codes.double() - 127)
     of_all = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
     weight, exact = float8(rows, columns, of_all[:rows, :columns])
+    if exponents is not None:
+        scale = codes.view(exponents)
     return {"weight": weight, "weight_scale_inv": scale if block else scale[0, 0]}, exact
 
 

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.modeling_utils import load_state_dict
+from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -357,5 +357,7 @@ def register_checkpoints() -> None:
     }
     for method, has_other in others.items():
         mapping[method] = partial(quantizer_of, mapping[method], has_other)
+    # transformers reads these tensors, and not their names in a file's header.
+    str_to_torch_dtype.setdefault("F8_E8M0", torch.float8_e8m0fnu)
     configs: dict[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
     configs[CompressedTensors.method] = ConfigReader

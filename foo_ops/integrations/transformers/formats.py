@@ -403,7 +403,8 @@ class Fp8(Format):
     """FP8 with blocks, as DeepSeek's and Qwen's files have it.
 
     ``weight`` is (N, K) float8_e4m3fn, and ``weight_scale_inv`` has a factor for each block of rows
-    and columns, or one in all.
+    and columns, or one in all. With ``scale_fmt`` "ue8m0" they may be powers of two in a byte,
+    float8_e8m0fnu or uint8 with the same bits.
 
     Attributes:
         block: the numbers of rows and columns of a block.
@@ -424,6 +425,8 @@ class Fp8(Format):
     def find(cls, stored: Stored, rows: int, columns: int, config: Any) -> Format:
         require_layout(stored, "weight", torch.float8_e4m3fn, rows, columns)
         scale = stored["weight_scale_inv"]
+        if config.scale_fmt == "ue8m0" and scale.dtype == torch.uint8:
+            stored = {**stored, "weight_scale_inv": scale.view(torch.float8_e8m0fnu)}
         if scale.numel() == 1 and not config.weight_block_size:
             return cls((rows, columns), scale.dtype, has_blocks=False)
         height, width = config.weight_block_size
@@ -444,7 +447,10 @@ class Fp8(Format):
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
         weight = stored["weight"].view(torch.uint8)
         rows, columns = weight.shape
-        scale = stored["weight_scale_inv"].to(compute_type(dtype))
+        exponents = stored["weight_scale_inv"]
+        if self.scale_dtype == torch.uint8:
+            exponents = exponents.view(torch.float8_e8m0fnu)
+        scale = exponents.to(compute_type(dtype))
         if not self.has_blocks:
             return Integers(weight, scale.reshape(1).repeat(rows))
         height, width = self.block
@@ -461,8 +467,13 @@ class Fp8(Format):
             scale = layer.scale[::height, :: width // size]
         return {
             "weight": layer.weight.view(torch.float8_e4m3fn),
-            "weight_scale_inv": scale.to(self.scale_dtype).contiguous(),
+            "weight_scale_inv": self.stored_scale(scale).contiguous(),
         }
+
+    def stored_scale(self, scale: Tensor) -> Tensor:
+        if self.scale_dtype == torch.uint8:
+            return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+        return scale.to(self.scale_dtype)
 
 
 FORMATS: dict[str, type[Format]] = {it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8)}

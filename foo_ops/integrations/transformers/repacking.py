@@ -48,13 +48,13 @@ def pack_rows(words: Tensor, group_size: int, order: Tensor | None = None) -> Te
         packed = torch.ops.foo_files.pack_transposed(words.t(), group_size)
     else:
         packed = torch.ops.foo_files.pack_rows(words, group_size)
-    return packed.view(torch.uint8)  # type: ignore[no-any-return]
+    return packed.view(torch.uint8)
 
 
 def pack_columns(words: Tensor, group_size: int) -> Tensor:
     """Repack (K, N / 8) int32, nibbles of adjacent outputs in AWQ's order, likewise."""
     packed = torch.ops.foo_files.pack_columns(words, group_size)
-    return packed.view(torch.uint8)  # type: ignore[no-any-return]
+    return packed.view(torch.uint8)
 
 
 @library.register_fake("foo_files::pack_rows")
