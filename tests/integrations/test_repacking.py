@@ -1,4 +1,4 @@
-"""Words of files are repacked for the kernels, whatever their sizes and strides."""
+"""Weights of files are repacked for the kernels, whatever their sizes and strides."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 from support.quantized_files import packed
 
-from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows
+from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows, read_codes
 
 DEVICES = ["cpu", "foo"]
 SIZES = [(1, 32, 32), (8, 64, 32), (24, 192, 64), (136, 256, 128), (264, 384, 64)]
@@ -47,3 +47,21 @@ def test_columns(rows, columns, group_size, device):
     integers = random_integers(rows, columns)
     words = packed(integers.t(), 1, order=(0, 2, 4, 6, 1, 3, 5, 7)).to(device)
     assert torch.equal(numbers_of(pack_columns(words, group_size), group_size), integers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [0.0, 2.0**-22, 3e-5, 2e-4, 0.3])
+def test_scales_of_8_bits_are_rounded_up(factor, dtype):
+    """No integer is beyond 127, and scales are neither 0 nor infinite."""
+    codes = torch.randint(256, (40, 48), dtype=torch.uint8)
+    table, factors = torch.linspace(-1, 1, 16), factor * torch.linspace(0.5, 1, 40).unsqueeze(1)
+    integers, scale = read_codes(codes, table, factors, dtype)
+    places = torch.stack((codes >> 4, codes & 15), -1).flatten(1).long()
+    exact = factors.double() * table.double()[places]
+    info, largest = torch.finfo(dtype), exact.unflatten(1, (-1, 32)).abs().amax(-1)
+    assert bool((scale > 0).all())
+    assert bool(scale.isfinite().all())
+    found = integers.double().unflatten(1, (-1, 32)) * scale.double().unsqueeze(-1)
+    errors = (found.flatten(1) - exact).unflatten(1, (-1, 32)).abs().amax(-1)
+    room = largest / 254 * (1 + 2 * info.eps) + info.tiny * info.eps
+    assert bool((errors <= room + 2 * torch.finfo(torch.float32).eps * largest).all())

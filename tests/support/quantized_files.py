@@ -218,3 +218,54 @@ def write_folder(folder, config, tensors, described):
         "quantization_config": described,
     }
     (folder / "config.json").write_text(json.dumps(described))
+
+
+# ------------------------------------------------------------------------------------- bitsandbytes
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Dettmers et al. 2023, "QLoRA", appendix E."""
+_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4 = (*_MAGNITUDES, *(-it for it in _MAGNITUDES))
+TABLES = {"nf4": NF4, "fp4": FP4}
+
+
+def in_4_bits(rows, columns, kind="nf4", block=64, is_nested=False, storage=torch.uint8):
+    """Return the tensors of bitsandbytes' 4 bits, whose blocks run over all rows."""
+    codes, table = torch.randint(16, (rows * columns,)), torch.tensor(TABLES[kind])
+    blocks = rows * columns // block
+    absmax = torch.rand(blocks) * 0.3 + 0.1
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [rows, columns]}
+    tensors = {}
+    if is_nested:
+        numbers = torch.linspace(-1, 1, 256)
+        absmax = torch.randint(256, (blocks,), dtype=torch.uint8)
+        factors = torch.rand(-(-blocks // 256)) * 0.1 + 0.05
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+        tensors |= {"weight.nested_absmax": factors, "weight.nested_quant_map": numbers}
+        places = torch.arange(blocks) // 256
+        of_blocks = numbers[absmax.long()].double() * factors[places].double() + 0.25
+    else:
+        of_blocks = absmax.double()
+    pairs = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors |= {
+        "weight": pairs.view(storage).unsqueeze(1),
+        "weight.absmax": absmax,
+        "weight.quant_map": table,
+        f"weight.quant_state.bitsandbytes__{kind}": text,
+    }
+    weight = table[codes].double() * of_blocks[torch.arange(rows * columns) // block]
+    return tensors, weight.reshape(rows, columns)
+
+
+def in_8_bits(rows, columns):
+    """Return the tensors of bitsandbytes' 8 bits: 127 stands for a row's largest magnitude."""
+    integers, largest = torch.randint(-127, 128, (rows, columns)), torch.rand(rows) * 0.3 + 0.1
+    tensors = {"weight": integers.to(torch.int8), "SCB": largest}
+    tensors["weight_format"] = torch.tensor(0, dtype=torch.uint8)
+    return tensors, integers * largest.double().unsqueeze(1) / 127

@@ -31,12 +31,16 @@ from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import is_compressed_tensors_available, is_gptqmodel_available
+from transformers.utils import (
+    is_bitsandbytes_available,
+    is_compressed_tensors_available,
+    is_gptqmodel_available,
+)
 
+from foo_ops.integrations.transformers.bitsandbytes import RENAMED, BitsAndBytes, without_dots
 from foo_ops.integrations.transformers.compressed import ConfigReader, described, is_read
 from foo_ops.integrations.transformers.experts import names_of_weights
 from foo_ops.integrations.transformers.formats import (
-    FORMATS,
     Awq,
     CompressedTensors,
     Format,
@@ -53,6 +57,10 @@ from foo_ops.integrations.transformers.packed_experts import (
     packed_layers,
     sizes_of_experts,
 )
+
+FORMATS: dict[str, type[Format]] = {
+    it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8, BitsAndBytes)
+}
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -79,7 +87,7 @@ class Names:
         """Sort tensors by layers, with the last parts of their names."""
         found: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in tensors.items():
-            owner, _, last = name.rpartition(".")
+            owner, _, last = without_dots(name).rpartition(".")
             # A quantised layer's tensors follow its weight, whose name the model knows.
             found[self.renamed(f"{owner}.weight").removesuffix(".weight")][last] = tensor
         return found
@@ -260,8 +268,12 @@ class FooQuantizer(HfQuantizer):
         experts.add(name.removeprefix(f"{path}."), parts, layer)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Leave out those that fuse experts."""
-        return [it for it in weight_conversions if not self.apart.intersection(it.target_patterns)]
+        """Leave out those that fuse experts, and give all tensors names beside their weights."""
+        kept = [it for it in weight_conversions if not self.apart.intersection(it.target_patterns)]
+        if self.method != BitsAndBytes.method:
+            return kept
+        renamings = (WeightRenaming(f".{source}", f".{to}") for source, to in RENAMED.items())
+        return [*renamings, *kept]
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> None:
         """Pack the layers, one after the other."""
@@ -278,13 +290,13 @@ class FooQuantizer(HfQuantizer):
             model.config.quantization_config = described(model)
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
+    def reading(self, name: str, action: str = "read") -> Iterator[None]:
         """Name the format and the layer in errors."""
         try:
             yield
         except UnreadableError as error:
             raise NotImplementedError(
-                f"{self.method}: foo_ops cannot read the weights of {name}: {error}"
+                f"{self.method}: foo_ops cannot {action} the weights of {name}: {error}"
             ) from None
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -297,7 +309,8 @@ class FooQuantizer(HfQuantizer):
         is_compressed = self.method == CompressedTensors.method
         for name, layer in packed_layers(model):
             format = CompressedTensors.of(layer) if is_compressed else layer.stored_format
-            written = format.write(layer)
+            with self.reading(name, "write"):
+                written = format.write(layer)
             tensors.update({f"{name}.{last}": it for last, it in written.items()})
         return tensors, {}
 
@@ -315,6 +328,10 @@ class FooQuantizer(HfQuantizer):
 
 
 # ------------------------------------------------------------------------------------ registration
+
+
+BITSANDBYTES = ("bitsandbytes_4bit", "bitsandbytes_8bit")
+"""transformers' names of its quantizers for one method."""
 
 
 def is_on_host() -> bool:
@@ -341,6 +358,10 @@ def needs_compressed_tensors(config: Any) -> bool:
     return bool(is_compressed_tensors_available()) and not is_read(config)
 
 
+def has_bitsandbytes(config: Any) -> bool:
+    return bool(is_bitsandbytes_available())
+
+
 def has_other_numbers(config: Any) -> bool:
     """Whether an FP8 checkpoint has numbers of 4 bits, or embeddings in FP8."""
     return config.expert_dtype != "fp8" or bool(config.modules_to_convert)
@@ -354,6 +375,7 @@ def register_checkpoints() -> None:
         Gptq.method: has_gptqmodel,
         CompressedTensors.method: needs_compressed_tensors,
         Fp8.method: has_other_numbers,
+        **dict.fromkeys(BITSANDBYTES, has_bitsandbytes),
     }
     for method, has_other in others.items():
         mapping[method] = partial(quantizer_of, mapping[method], has_other)

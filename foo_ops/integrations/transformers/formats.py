@@ -476,9 +476,6 @@ class Fp8(Format):
         return scale.to(self.scale_dtype)
 
 
-FORMATS: dict[str, type[Format]] = {it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8)}
-
-
 def is_float8(stored: Stored) -> bool:
     return "weight" in stored and stored["weight"].dtype == torch.float8_e4m3fn
 

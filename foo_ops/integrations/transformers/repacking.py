@@ -168,11 +168,12 @@ library.define(
 for kind in ("q5_k", "q6_k"):
     library.define(
         f"foo_files::read_{kind}",
-        "(Tensor blocks, Tensor halves, ScalarType dtype, float spacing, float smallest, "
-        "float largest) -> (Tensor, Tensor)",
+        "(Tensor blocks, Tensor halves, ScalarType dtype, float spacing, float smallest) "
+        "-> (Tensor, Tensor)",
     )
 GROUPS = 8
 """Groups of 32 weights in a block."""
+GROUP_SIZE = 32
 
 
 def read_q4_k(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -195,11 +196,15 @@ def read_rounded(kind: str, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor,
         blocks: (N, blocks in a row, 176 or 210) uint8.
         dtype: of scales.
     """
-    info, halves = torch.finfo(dtype), blocks.view(torch.float16)
-    read = getattr(torch.ops.foo_files, f"read_{kind}")
-    limits = info.eps, info.smallest_normal * info.eps, info.max
-    found: tuple[Tensor, ...] = read(blocks, halves, dtype, *limits)
+    halves, read = blocks.view(torch.float16), getattr(torch.ops.foo_files, f"read_{kind}")
+    found: tuple[Tensor, ...] = read(blocks, halves, dtype, *limits_of(dtype))
     return found
+
+
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the relative spacing of numbers, and the smallest one."""
+    info = torch.finfo(dtype)
+    return info.eps, info.smallest_normal * info.eps
 
 
 @library.register_fake("foo_files::read_q4_k")
@@ -217,7 +222,6 @@ def read_rounded_fake(
     dtype: torch.dtype,
     spacing: float,
     smallest: float,
-    largest: float,
 ) -> tuple[Tensor, ...]:
     rows, count, _ = blocks.shape
     integers = blocks.new_empty((rows, 256 * count), dtype=torch.int8)
@@ -286,7 +290,7 @@ def read_q4_k_kernel(
 
 
 def round_group(
-    weights: Any, integers: Any, scale: Any, index: Any, spacing: Any, smallest: Any, largest: Any
+    weights: Any, integers: Any, scale: Any, index: Any, spacing: Any, smallest: Any
 ) -> None:
     """Round the 32 weights of a group to 8 bits."""
     highest = language.zero(weights)
@@ -295,11 +299,9 @@ def round_group(
     exact, one = highest / np.float32(127), np.float32(1)
     scale[index] = exact
     step = np.float32(scale[index])
-    # Rounded up, so that no integer is too large, or down if 127 times the scale is infinite.
+    # Rounded up, so that no integer is too large.
     if step < exact:
         scale[index] = step * (one + spacing) + smallest
-    elif np.float32(127) * step > largest:
-        scale[index] = step * (one - spacing / np.float32(2))
     if highest == 0:
         scale[index] = one
     step, half, start = np.float32(scale[index]), np.float32(0.5), 32 * index
@@ -313,10 +315,10 @@ ROW = {"weights": library.scratch(32, like="halves")}
 @library.register_kernel("foo_files::read_q5_k", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0], scratch=ROW)
 def read_q5_k_kernel(
-    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any, largest: Any,
+    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any,
     rounded: Any, scales: Any, weights: Any, rows: Any,
 ) -> None:  # fmt: skip
-    spacing, smallest, largest = np.float32(spacing), np.float32(smallest), np.float32(largest)
+    spacing, smallest = np.float32(spacing), np.float32(smallest)
     for row in rows:
         integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
         for place in range(blocks.shape[1]):
@@ -332,16 +334,16 @@ def read_q5_k_kernel(
                     upper = masked(block[16 + it], bit, of_upper)
                     group_weights[it] = factor * (lower + upper) - minimum
                 index = GROUPS * place + group
-                round_group(group_weights, integers, scale, index, spacing, smallest, largest)
+                round_group(group_weights, integers, scale, index, spacing, smallest)
 
 
 @library.register_kernel("foo_files::read_q6_k", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0], scratch=ROW)
 def read_q6_k_kernel(
-    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any, largest: Any,
+    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any,
     rounded: Any, scales: Any, weights: Any, rows: Any,
 ) -> None:  # fmt: skip
-    spacing, smallest, largest = np.float32(spacing), np.float32(smallest), np.float32(largest)
+    spacing, smallest = np.float32(spacing), np.float32(smallest)
     for row in rows:
         integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
         for place in range(blocks.shape[1]):
@@ -365,4 +367,69 @@ def read_q6_k_kernel(
                         upper = masked(block[highest + it], pair, of_upper)
                         group_weights[start + it] = scaled * (lower + upper - as_float32(32))
                 index = GROUPS * place + group
-                round_group(group_weights, integers, scale, index, spacing, smallest, largest)
+                round_group(group_weights, integers, scale, index, spacing, smallest)
+
+
+# ------------------------------------------------------------------------------- tables of numbers
+
+library.define(
+    "foo_files::read_codes",
+    "(Tensor codes, Tensor table, Tensor factors, ScalarType dtype, float spacing, float smallest) "
+    "-> (Tensor, Tensor)",
+)
+
+
+def read_codes(
+    codes: Tensor, table: Tensor, factors: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the nearest integers of 8 bits, and scales for 32 weights, as `read_rounded`.
+
+    Args:
+        codes: (N, K / 2) uint8, two in a byte, the first one in the upper bits.
+        table: (16,) float32, the number of each code.
+        factors: (N, B) float32, for each block of K / B weights, a multiple of 32.
+        dtype: of scales.
+    """
+    found: tuple[Tensor, ...] = torch.ops.foo_files.read_codes(
+        codes, table, factors, dtype, *limits_of(dtype)
+    )
+    return found
+
+
+@library.register_fake("foo_files::read_codes")
+def read_codes_fake(
+    codes: Tensor,
+    table: Tensor,
+    factors: Tensor,
+    dtype: torch.dtype,
+    spacing: float,
+    smallest: float,
+) -> tuple[Tensor, ...]:
+    rows, half = codes.shape
+    integers = codes.new_empty((rows, 2 * half), dtype=torch.int8)
+    return integers, codes.new_empty((rows, 2 * half // GROUP_SIZE), dtype=dtype)
+
+
+@library.register_kernel("foo_files::read_codes", ("cpu", "foo"))
+@library.tile_kernel(
+    contiguous_rows=True,
+    tiles=lambda codes: codes.shape[0],
+    scratch={"weights": library.scratch(GROUP_SIZE, like="table")},
+)
+def read_codes_kernel(
+    codes: Any, table: Any, factors: Any, dtype: Any, spacing: Any, smallest: Any,
+    rounded: Any, scales: Any, weights: Any, rows: Any,
+) -> None:  # fmt: skip
+    spacing, smallest = np.float32(spacing), np.float32(smallest)
+    half, numbers = GROUP_SIZE // 2, table.row(0)
+    for row in rows:
+        integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
+        pairs, factor_of_block = codes.row(row), factors.row(row)
+        groups = scales.shape[1] // factors.shape[1]
+        for index in range(scales.shape[1]):
+            factor = factor_of_block[index // groups]
+            for byte in range(half):
+                pair = pairs[half * index + byte]
+                group_weights[2 * byte] = factor * numbers[pair >> 4]
+                group_weights[2 * byte + 1] = factor * numbers[pair & 15]
+            round_group(group_weights, integers, scale, index, spacing, smallest)
