@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from foo_ops import dequantize_weight, quantize_weight
 from foo_ops.integrations.transformers import (
     apply,
     left_alone,
@@ -89,6 +90,32 @@ def test_weights_are_freed(bits, share):
     # 4 bits have a scale and a zero for 64 or 32 of them.
     dense = sum(2 * it.in_features * it.out_features for it in layers)
     assert bytes_of(model) - others <= share * dense
+
+
+def test_method(tmp_path):
+    """Scales and zeros of "hqq" are used, and no format of compressed-tensors has them."""
+    model, inputs = wide(), tokens(1, 7)
+    twin = exact_copy(model)
+    for module in twin.modules():
+        if type(module) is nn.Linear:
+            group_size = 64 if module.in_features % 64 == 0 else 32
+            weight = module.weight.float()
+            integers, *others = quantize_weight(weight, 4, group_size, method="hqq")
+            rounded = dequantize_weight(integers, *(it.double() for it in others))
+            module.weight = nn.Parameter(rounded)
+    with Doubles():
+        exact = run(twin, "eager", inputs)
+    apply(model, quantize=4, keep_weights=False, method="hqq")
+    assert_near(run(model, None, inputs), exact, roundings=128)
+    message = "self_attn.q_proj: its zeros must be integers, and those of method='hqq' are not"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        save_quantized(model, tmp_path)
+
+
+def test_method_needs_weights_that_are_freed():
+    message = "apply: method='hqq' needs keep_weights=False, got True"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        apply(wide(), quantize=4, method="hqq")
 
 
 def test_after_an_earlier_apply():

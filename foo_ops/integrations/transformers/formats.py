@@ -190,6 +190,10 @@ def in_groups_of(layer: FooPackedLinear, group_size: int) -> tuple[Tensor, Tenso
     times = group_size // layer.group_size  # type: ignore[operator]
     integers = unpack_integers(layer.weight, layer.scale.shape[1]).flatten(1)
     zero: Any = layer.zero
+    require(
+        torch.equal(zero, zero.round()),
+        "its zeros must be integers, and those of method='hqq' are not",
+    )
     return integers, layer.scale[:, ::times], zero[:, ::times].to(torch.uint8)
 
 

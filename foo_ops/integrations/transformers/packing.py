@@ -37,7 +37,7 @@ from foo_ops.integrations.transformers.replacement import has_numbers, is_replac
 from foo_ops.ops.linear_quantized import quantize_weight
 
 
-def pack(model: nn.Module, bits: int) -> None:
+def pack(model: nn.Module, bits: int, method: str = "nearest") -> None:
     """Turn linear layers and experts of a model into packed ones, whose weights are freed.
 
     A weight that another module has too, such as that of a head that is tied to the embedding,
@@ -51,27 +51,27 @@ def pack(model: nn.Module, bits: int) -> None:
         if is_replaced(module) and isinstance(module, (FooLinear, FooQuantizedLinear)):
             put_back(module)
         if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
-            pack_layer(module, bits, mappings)
+            pack_layer(module, bits, method, mappings)
     for part in list(model.modules()):
         if isinstance(part, PreTrainedModel):
-            pack_experts(part, bits, mappings)
+            pack_experts(part, bits, method, mappings)
             use_quantizer(part)
     trim()
 
 
-def pack_layer(layer: Any, bits: int, mappings: Mappings) -> None:
+def pack_layer(layer: Any, bits: int, method: str, mappings: Mappings) -> None:
     weight = layer.weight
     group_size = group_size_of(weight) if bits == 4 else None
     if not has_numbers(weight) or (bits == 4 and group_size is None):
         return
     with torch.inference_mode(False), torch.no_grad():
-        integers = Integers(*quantize_weight(weight, bits, group_size))
+        integers = Integers(*quantize_weight(weight, bits, group_size, method=method))
     # The caller may hold the weight.
     mappings.release(weight, is_read_again=True)
     FooPackedLinear.take_over(layer, integers)
 
 
-def pack_experts(model: PreTrainedModel, bits: int, mappings: Mappings) -> None:
+def pack_experts(model: PreTrainedModel, bits: int, method: str, mappings: Mappings) -> None:
     """Pack the experts whose layers have names of their own in files."""
     names = Names(model)
     for path, module in list(model.named_modules()):
@@ -87,14 +87,14 @@ def pack_experts(model: PreTrainedModel, bits: int, mappings: Mappings) -> None:
         if len(parts) < 2 or (bits == 4 and None in sizes.values()):
             continue
         if all(has_numbers(module.get_parameter(it)) for it in weights):
-            packed = FooPackedExperts(module, parts, reader(weights, parts, bits))
+            packed = FooPackedExperts(module, parts, reader(weights, parts, bits, method))
             model.set_submodule(path, packed.train(module.training))
             for it in weights.values():
                 mappings.release(it, is_read_again=True)
 
 
 def reader(
-    weights: dict[str, Tensor], parts: list[Parts], bits: int
+    weights: dict[str, Tensor], parts: list[Parts], bits: int, method: str
 ) -> Callable[[str], FooPackedLinear]:
     """Make a function that quantises one layer of one expert."""
     places = {
@@ -109,7 +109,8 @@ def reader(
         rows = weight[int(expert)].chunk(count)[place]
         with torch.inference_mode(False), torch.no_grad():
             group_size = group_size_of(weight) if bits == 4 else None
-            return FooPackedLinear(Integers(*quantize_weight(rows, bits, group_size)))
+            integers = Integers(*quantize_weight(rows, bits, group_size, method=method))
+            return FooPackedLinear(integers)
 
     return read
 
