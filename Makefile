@@ -71,6 +71,7 @@ demo: $(VENV)/.with-demo
 examples: $(VENV)/.with-examples
 	$(BIN)/python examples/embeddings.py
 	$(BIN)/python examples/checkpoints.py
+	$(BIN)/python examples/quantization.py
 	$(BIN)/python examples/llama_decoding.py
 	$(BIN)/python examples/mixture.py
 

@@ -161,7 +161,7 @@ def apply(
             ``Conv1D``, a head that is tied to the embedding, and experts that files do not have
             layer by layer keep theirs, beside a copy.
         method: of `foo_ops.quantize_weight`, for weights that are freed. "hqq" gives better 4 bits
-            and takes some seconds for ten millions of weights; such a model is not saved.
+            and takes three to four times as long; such a model is not saved.
 
     Raises:
         TypeError: if model is not a module.
