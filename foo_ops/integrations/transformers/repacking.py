@@ -304,9 +304,12 @@ def round_group(
         scale[index] = step * (one + spacing) + smallest
     if highest == 0:
         scale[index] = one
-    step, half, start = np.float32(scale[index]), np.float32(0.5), 32 * index
+    step, start = np.float32(scale[index]), 32 * index
+    # Positive numbers are rounded as they are converted, without a function that not all processors
+    # have.
+    above = np.float32(128.5)
     for place in range(32):
-        integers[start + place] = np.int8(language.floor(weights[place] / step + half))
+        integers[start + place] = np.int8(np.int32(weights[place] / step + above) - 128)
 
 
 ROW = {"weights": library.scratch(32, like="halves")}
