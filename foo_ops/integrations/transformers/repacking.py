@@ -159,7 +159,8 @@ def pack_columns_kernel(words: Any, group_size: Any, packed: Any, tiles: Any) ->
 
 # ---------------------------------------------------------------------------------- blocks of GGUF
 
-# A block of these kinds has 8 groups of 32 weights. `halves` has the same memory as float16.
+# A block of these kinds has 8 groups of 32 weights. `halves` has its numbers of float16,
+# which not all processors convert, in float32.
 
 library.define(
     "foo_files::read_q4_k",
@@ -183,7 +184,7 @@ def read_q4_k(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         blocks: (N, blocks in a row, 144) uint8.
         dtype: of scales and zeros.
     """
-    halves = blocks.view(torch.float16)
+    halves = blocks.view(torch.float16)[..., :2].float()
     found: tuple[Tensor, ...] = torch.ops.foo_files.read_q4_k(blocks, halves, dtype)
     return found
 
@@ -197,6 +198,7 @@ def read_rounded(kind: str, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor,
         dtype: of scales.
     """
     halves, read = blocks.view(torch.float16), getattr(torch.ops.foo_files, f"read_{kind}")
+    halves = (halves[..., :2] if kind == "q5_k" else halves[..., -1:]).float()
     found: tuple[Tensor, ...] = read(blocks, halves, dtype, *limits_of(dtype))
     return found
 
@@ -351,7 +353,7 @@ def read_q6_k_kernel(
         integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
         for place in range(blocks.shape[1]):
             block = blocks.row(row * blocks.shape[1] + place)
-            factor = halves[row, place, 104]
+            factor = halves[row, place, 0]
             for group in range(GROUPS):
                 part, quarter = group // 4, group % 4
                 bits, pair = quarter // 2 * 4, 3 << 2 * quarter
