@@ -34,7 +34,7 @@ TEXTS = 40
 
 def documentation() -> list[str]:
     """Return docstrings of some modules, those of a hundred characters and more."""
-    found = {}
+    found: dict[str, None] = {}
     for module in (argparse, collections, logging, pathlib, subprocess):
         for name in sorted(vars(module)):
             text = getattr(vars(module)[name], "__doc__", None)
