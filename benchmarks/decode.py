@@ -167,7 +167,7 @@ def whisper_contenders(size: Size) -> Contenders:
     config = WhisperConfig(**widths, max_source_positions=size.frames, pad_token_id=0)
     torch.manual_seed(0)
     model: Any = WhisperForConditionalGeneration(config).to(torch.bfloat16).eval()
-    hidden = torch.randn(1, size.frames, config.d_model).bfloat16()
+    hidden: Any = torch.randn(1, size.frames, config.d_model).bfloat16()
 
     def decoding(model: Any) -> PerToken:
         def run() -> Tensor:

@@ -702,7 +702,8 @@ LANGUAGE_MODELS: dict[tuple[bool, bool], type[Replacement]] = {
 
 def replace_language_model(model: PreTrainedModel, fuses_loss: bool, has_graphs: bool) -> None:
     """Let a model fuse its loss and run tokens as graphs, beside what it does already."""
-    present = type(model).replacement if is_replaced(model) else None
+    kind: Any = type(model)
+    present = kind.replacement if is_replaced(model) else None
     if present not in (None, *LANGUAGE_MODELS.values()):
         return
     fuses_loss = fuses_loss and FooLanguageModel.recognises(model)
