@@ -274,12 +274,20 @@ def _overflows(steps: Tensor | int, scale: Tensor) -> Tensor:
 
 library.define(
     "foo::linear_int8",
-    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None) -> Tensor",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None, *, int? activations=None) "
+    "-> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_int8(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
     """Compute ``input @ (weight * scale).T + bias`` with integers of 8 bits.
 
     For few rows, it reads a quarter of the memory of float32 weights. `quantize_weight` makes
@@ -310,15 +318,22 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         >>> foo_ops.linear_int8(torch.tensor([[1.0, 2.0]]), weight, scale)
         tensor([[131., 508.]])
     """
-    return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
+    return torch.ops.foo.linear_int8.default(input, weight, scale, bias, activations=activations)
 
 
 # ------------------------------------------------------------------------------------------- fake
 
 
 @library.register_fake("foo::linear_int8")
-def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    _C.check_linear_int8(input, weight, scale, bias)
+def fake_int8(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    _C.check_linear_int8(input, weight, scale, bias, activations)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -328,7 +343,7 @@ def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
 library.define(
     "foo::linear_int4",
     "(Tensor input, Tensor weight, Tensor scale, Tensor zero, Tensor? bias=None, *, "
-    "int group_size) -> Tensor",
+    "int group_size, int? activations=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -341,6 +356,7 @@ def linear_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
     """Compute ``input @ ((integers - zero) * scale).T + bias`` with integers of 4 bits.
 
@@ -379,7 +395,7 @@ def linear_int4(
                 [240.]])
     """
     return torch.ops.foo.linear_int4.default(
-        input, weight, scale, zero, bias, group_size=group_size
+        input, weight, scale, zero, bias, group_size=group_size, activations=activations
     )
 
 
@@ -395,8 +411,9 @@ def fake_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
-    _C.check_linear_int4(input, weight, scale, zero, bias, group_size)
+    _C.check_linear_int4(input, weight, scale, zero, bias, group_size, activations)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -418,6 +435,7 @@ def composite_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
     return F.linear(input, dequantize_weight(weight, scale, zero), bias)

@@ -139,7 +139,7 @@ def make_panel_product(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) ->
 
 def _make_rows(LANES: int, ROWS: int, COLUMNS: int, STEPS: int) -> Callable:
     """Make the product of ``ROWS`` rows at a time, from ``row`` on; it returns the next row."""
-    add_products = _make_sum(STEPS)
+    add_products = make_sum(STEPS)
 
     @njit
     def multiply(c, c_stride, a, a_row, a_step, b, b_stride, row, rows, steps, accumulate):
@@ -156,7 +156,7 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, STEPS: int) -> Callable:
     return multiply
 
 
-def _make_sum(STEPS: int) -> Callable:
+def make_sum(STEPS: int) -> Callable:
     """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps)`` of a tile.
 
     Its loop is unrolled by ``STEPS`` steps.
