@@ -412,7 +412,7 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
 
 def _make_band(ROWS: int, VECTORS: int) -> Callable:
     """Make ``multiply_band(product, block, memory, sums, quads, panel, start, row)``."""
-    LANES, add_products = lanes_of(COMPUTE), make_sum(4)
+    LANES, add_products = lanes_of(COMPUTE), make_sum(2)
     WIDTH = VECTORS * LANES
     as_integers = pointer_to("int32")
 
