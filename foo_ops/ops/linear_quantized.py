@@ -440,8 +440,8 @@ def rounded_rows(input: Tensor, groups: int | None) -> Tensor:
     """Round rows to 8 bits as the kernels do; the gradient passes straight through."""
     # One scale for a row is that of one group.
     count, depth = 1 if groups is None else groups, input.shape[-1]
-    columns = input.detach().float().reshape(
-        *input.shape[:-1], count, depth // torch.sym_max(count, 1)
+    columns = (
+        input.detach().float().reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
     )
     # There may be no steps.
     largest = F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True)

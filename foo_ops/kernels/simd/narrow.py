@@ -397,8 +397,7 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes, codes
     The layout is that of `Digits`, as `tile_dot_codes` reads it. If the integers for ``count``
     numbers are fewer bytes than a vector has, the digits take part of a vector.
     """
-    digits = digits_of(bits.literal_value, lanes.literal_value, codes.literal_value)
-    size = count.literal_value // digits.codes_per_byte
+    size = count.literal_value * CODE_BITS[codes.literal_value] // 8
     in_pairs = codes.literal_value == FLOAT4
 
     def load_numbers(builder, pointer, index, lanes):
@@ -413,6 +412,7 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes, codes
 
     def generate(context, builder, signature, args):
         target_pointer, line_pointer, _, scalar, *_ = args
+        digits = digits_of(bits.literal_value, lanes.literal_value, codes.literal_value)
         words, vector_size = ir.VectorType(INT32, digits.lanes), digits.vector_size
         total, factors = ir.Constant(words, None), emit_splat(builder, scalar, words.count)
         for index in range(0, count.literal_value, words.count):
