@@ -53,7 +53,7 @@ def test_a_layer(rows, bits, keep_weights):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_model(bits):
-    """A row is off by 0.7 % where its largest magnitude is 3 times the usual one: 15 layers by 3 %."""
+    """An input is off by 0.7 % where the largest magnitude is 3 times the usual one."""
     inputs = tokens(2, 12)
     plain, ours = (apply(wide(), quantize=bits, activations=it) for it in (None, 8))
     assert replaced(ours) == replaced(plain)
