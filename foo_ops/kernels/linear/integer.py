@@ -20,6 +20,7 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.processor import use_matrix_unit
 from foo_ops.kernels.lang.scratch import Scratch, Struct, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.few_rows import (
     Tiles,
@@ -43,6 +44,12 @@ from foo_ops.kernels.linear.quantized import (
     Weights,
     int4_weights,
     make_group_tiles,
+)
+from foo_ops.kernels.products.on_amx import (
+    GROUP,
+    TILE_MULTIPLE,
+    make_amx_products_of_bytes,
+    nothing,
 )
 from foo_ops.kernels.products.on_vectors import REST, make_sum, tall_shape
 from foo_ops.kernels.simd.arithmetic import splat
@@ -77,6 +84,7 @@ from foo_ops.kernels.simd.narrow import (
 from foo_ops.kernels.simd.register_tiles import (
     tile_add_scaled,
     tile_dot_bytes,
+    tile_load,
     tile_repeat,
     tile_store_sums,
     tile_zero,
@@ -89,6 +97,9 @@ LARGEST_FINITE = 0x7F7F_FFFF
 SMALLEST_CUT = 32
 PADDING = 64
 """Multiple of the steps of a cut that has no group: a row of a matrix unit's register."""
+UNROLLED = 2
+"""Steps per iteration. With 4, LLVM loads all rows first and moves them to the stack: a Zen 4
+takes 1.5 times as long."""
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -338,19 +349,26 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
 
     A panel of columns is packed as bytes, four steps of a column in 32 bits, and multiplied by all
     rows of the block. Sums of integers stay in registers for a cut, and are then added to sums of
-    float32.
+    float32. A matrix unit takes cuts of whole registers, which groups of 32 are not.
     """
     LANES, (BAND, VECTORS) = lanes_of(COMPUTE), tall_shape()
+    on_unit = use_matrix_unit()
+    if on_unit:
+        VECTORS = TILE_MULTIPLE // LANES
+    ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
     WIDTH, PER_BYTE = VECTORS * LANES, 8 // CODE_BITS[CODES]
     fill, write = make_fill(COMPUTE), make_writer(dtype)
     pack_panel = _make_panel_packer(CODES, WIDTH)
-    multiply_band, multiply_rest = (_make_band(ROWS, VECTORS) for ROWS in (BAND, REST))
+    multiply_band, multiply_rest = (
+        _make_band(ROWS, WIDTH, tall_shape()[1]) for ROWS in (BAND, REST)
+    )
+    multiply_on_unit, begin_products, end_products = _make_unit_band(WIDTH)
     prefetch_share = make_share_prefetcher("uint8")
     as_quads, as_panel = pointer_to(QUADS), pointer_to(UNSIGNED_QUADS)
 
     @njit
     def sizes_of_block(product, block):
-        rows = round_up(block.row_stop - block.row_start, REST)
+        rows = round_up(block.row_stop - block.row_start, ROW_MULTIPLE)
         columns = round_up(block.column_stop - block.column_start, WIDTH)
         section = product.left_row_stride
         return rows, columns, section // LANE_BYTES, section // SMALLEST_CUT
@@ -361,6 +379,7 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
             "strip": LANES * quads,
             "scales": WIDTH * cuts,
             "zeros": WIDTH * cuts,
+            **({"products": TILE_MULTIPLE * WIDTH} if on_unit else {}),
             "sums": rows * columns,
             "bias": larger(rows, columns) + LANES,
             **describe_lines(COMPUTE, NOTHING),
@@ -390,6 +409,10 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
         first_row = start // section * product.padded_rows + block.row_start
         left, panel = shift(product.left, first_row * section), as_panel(address_of(memory.panel))
         quads = as_quads(address_of(left))
+        if on_unit and product.group_size % PADDING == 0:
+            for row in range(0, rows, TILE_MULTIPLE):
+                multiply_on_unit(product, block, memory, sums, quads, panel, start, row)
+            return
         bands = rows // BAND
         for band in range(bands):
             prefetch_next(product, block, start, column, band, bands)
@@ -400,46 +423,105 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     def compute_block(product, block, memory):
         (rows, columns, _, _), section = sizes_of_block(product, block), product.left_row_stride
         fill(memory.sums, rows * columns, 0.0)
+        begin_products()
         for start in range(0, product.depth, section):
             for column in range(0, columns, WIDTH):
                 pack_panel(product, memory, start, block.column_start + column, block.column_stop)
                 add_panel(product, block, memory, shift(memory.sums, column * rows), start, column)
+        end_products()
         write(product, block, memory, memory.sums, WIDTH, rows * WIDTH, 0)
 
     layout = Scratch(COMPUTE, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, integer_argument_types(dtype, stored))
 
 
-def _make_band(ROWS: int, VECTORS: int) -> Callable:
-    """Make ``multiply_band(product, block, memory, sums, quads, panel, start, row)``."""
-    LANES, add_products = lanes_of(COMPUTE), make_sum(2)
-    WIDTH = VECTORS * LANES
-    as_integers = pointer_to("int32")
+def _make_band(ROWS: int, WIDTH: int, VECTORS: int) -> Callable:
+    """Make ``multiply_band(product, block, memory, sums, quads, panel, start, row)``.
+
+    It adds the products of ``ROWS`` rows and a panel.
+    """
+    LANES, add_products = lanes_of(COMPUTE), make_sum(UNROLLED)
+    as_integers, add_scaled = pointer_to("int32"), _make_scaled_adder(WIDTH)
 
     @njit
     def multiply_band(product, block, memory, sums, quads, panel, start, row):
-        section, size = product.left_row_stride, product.group_size
-        stride = section // LANE_BYTES
-        if size == 0:
-            size = section
-        stop = min(start + section, product.depth)
+        stride = product.left_row_stride // LANE_BYTES
         left, target = shift(quads, row * stride), shift(sums, row * WIDTH)
+        size = size_of_cut(product)
+        stop = min(start + product.left_row_stride, product.depth)
         for first in range(start, stop, size):
             steps = (min(size, stop - first) + LANE_BYTES - 1) // LANE_BYTES
             begin = (first - start) // LANE_BYTES
-            total = tile_zero(as_integers(address_of(sums)), ROWS, VECTORS, LANES)
-            total = add_products(
-                total, shift(left, begin), stride, 1, shift(panel, begin * WIDTH), WIDTH, steps
-            )
-            place = first // size * product.padded_rows + block.row_start + row
-            factors = (first - start) // size * WIDTH
-            tile_add_scaled(
-                total, target, WIDTH, shift(product.row_scales, place),
-                shift(product.row_sums, place), shift(memory.scales, factors),
-                shift(memory.zeros, factors),
-            )  # fmt: skip
+            for column in range(0, WIDTH, VECTORS * LANES):
+                total = add_products(
+                    tile_zero(as_integers(address_of(sums)), ROWS, VECTORS, LANES),
+                    shift(left, begin), stride, 1, shift(panel, begin * WIDTH + column), WIDTH,
+                    steps,
+                )  # fmt: skip
+                add_scaled(total, product, block, memory, target, start, first, row, column)
 
     return multiply_band
+
+
+@njit
+def size_of_cut(product):
+    return product.left_row_stride if product.group_size == 0 else product.group_size
+
+
+def _make_scaled_adder(WIDTH: int) -> Callable:
+    """Make ``add_scaled(total, product, block, memory, target, start, first, row, column)``.
+
+    It adds a tile of the cut from step ``first`` on to the sums of its rows.
+    """
+
+    @njit
+    def add_scaled(total, product, block, memory, target, start, first, row, column):
+        size = size_of_cut(product)
+        place = first // size * product.padded_rows + block.row_start + row
+        factors = (first - start) // size * WIDTH + column
+        tile_add_scaled(
+            total, shift(target, column), WIDTH, shift(product.row_scales, place),
+            shift(product.row_sums, place), shift(memory.scales, factors),
+            shift(memory.zeros, factors),
+        )  # fmt: skip
+
+    return add_scaled
+
+
+def _make_unit_band(WIDTH: int) -> tuple[Callable, Callable, Callable]:
+    """Make ``multiply_on_unit(product, block, memory, sums, quads, panel, start, row)``.
+
+    It adds the products of TILE_MULTIPLE rows and a panel. Returns also ``begin()`` and ``end()``
+    for a kernel that calls it.
+    """
+    if not use_matrix_unit():
+        return nothing, nothing, nothing
+    LANES, (_, VECTORS) = lanes_of(COMPUTE), tall_shape()
+    matmul, begin, end = make_amx_products_of_bytes("int8", "uint8")
+    as_integers, add_scaled = pointer_to("int32"), _make_scaled_adder(WIDTH)
+
+    @njit
+    def multiply_on_unit(product, block, memory, sums, quads, panel, start, row):
+        stride = product.left_row_stride // LANE_BYTES
+        left = shift(quads, row * stride)
+        products, size = as_integers(address_of(memory.products)), size_of_cut(product)
+        stop = min(start + product.left_row_stride, product.depth)
+        for first in range(start, stop, size):
+            steps = round_up(min(size, stop - first), PADDING) // LANE_BYTES
+            begin = (first - start) // LANE_BYTES
+            matmul(
+                products, WIDTH, (shift(left, begin), stride, GROUP, 0),
+                (shift(panel, begin * WIDTH), WIDTH, 0), TILE_MULTIPLE, WIDTH, steps, False, True,
+            )  # fmt: skip
+            for band in range(row, row + TILE_MULTIPLE, REST):
+                target = shift(sums, band * WIDTH)
+                for column in range(0, WIDTH, VECTORS * LANES):
+                    total = tile_load(
+                        shift(products, (band - row) * WIDTH + column), WIDTH, REST, VECTORS, LANES
+                    )
+                    add_scaled(total, product, block, memory, target, start, first, band, column)
+
+    return multiply_on_unit, begin, end
 
 
 def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:

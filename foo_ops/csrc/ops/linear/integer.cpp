@@ -42,6 +42,13 @@ Kernel& rows_kernel() {
   return *kernel;
 }
 
+// Most rows that are multiplied by weights as they lie in memory. With 16 rows and 4096 x 4096
+// weights, one thread of a Zen 4 takes 0.53 of the time without groups (0.83 with 48 rows), and with
+// groups of 64 0.94 (8 bits) and 0.74 (4 bits).
+int64_t most_rows_without_packing(const QuantizedWeights& weights) {
+  return weights.has_groups() ? 16 : 64;
+}
+
 void round_rows(const IntegerRows& rows, at::ScalarType dtype) {
   auto* const kernel = rows_kernel().get<IntegerRowsFunction>(dtype);
   const auto block_of = [&](int64_t job) {
@@ -75,7 +82,7 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
       quantized_product(make_product(output, left, right, bias), weights, 0);
   Product& product = quantized.product;
   const bool is_exact = weights.has_groups() || product.depth <= kMostSteps;
-  if (product.rows <= kFewRows && is_exact) {
+  if (product.rows <= most_rows_without_packing(weights) && is_exact) {
     auto* const kernel = few_rows_kernel(weights).get<QuantizedFunction>(dtype);
     run_all<QuantizedProduct>({{quantized, kernel, cut_of_few_rows(product)}});
     return output;
