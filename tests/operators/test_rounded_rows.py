@@ -182,7 +182,7 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
                  for size in (32, 64, 128))):
     function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
     is_int4, is_few, member = "int4" in kernel, "few" in kernel, kernel.rpartition(".")[2]
-    has_groups, size = is_int4 or member.isdigit(), int(member) if member.isdigit() else 32
+    has_groups, size = is_int4 or member.isdigit(), int(member) if member.isdigit() else 64
     for rows, columns, groups in ((1, 70, 9), (5, 130, 1), (8, 1, 17), (239, 65, 33)):
         if is_few and rows > 8:
             continue
