@@ -202,7 +202,7 @@ def apply(
         if quantize is not None:
             quantize_layer(module, quantize)
         if activations is not None and rounds_input(module):
-            module.foo_activations = activations
+            vars(module)["foo_activations"] = activations
         change(module, allowed)
     for module in model.modules():
         if isinstance(module, FooJoined):

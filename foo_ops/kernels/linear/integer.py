@@ -13,6 +13,7 @@ none, and those of 8 bits get BYTE_OFFSET added, which is their zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,8 @@ from foo_ops.kernels.products.on_amx import (
     make_amx_products_of_bytes,
     nothing,
 )
-from foo_ops.kernels.products.on_vectors import REST, make_sum, tall_shape
+from foo_ops.kernels.products.on_vectors import REST as MOST_REST
+from foo_ops.kernels.products.on_vectors import make_sum, tall_shape
 from foo_ops.kernels.simd.arithmetic import splat
 from foo_ops.kernels.simd.memory import (
     address_of,
@@ -355,6 +357,8 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     on_unit = use_matrix_unit()
     if on_unit:
         VECTORS = TILE_MULTIPLE // LANES
+    # Bands of fewer rows follow the others, and have to end with them.
+    REST = math.gcd(BAND, MOST_REST)
     ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
     WIDTH, PER_BYTE = VECTORS * LANES, 8 // CODE_BITS[CODES]
     fill, write = make_fill(COMPUTE), make_writer(dtype)
@@ -513,12 +517,13 @@ def _make_unit_band(WIDTH: int) -> tuple[Callable, Callable, Callable]:
                 products, WIDTH, (shift(left, begin), stride, GROUP, 0),
                 (shift(panel, begin * WIDTH), WIDTH, 0), TILE_MULTIPLE, WIDTH, steps, False, True,
             )  # fmt: skip
-            for band in range(row, row + TILE_MULTIPLE, REST):
+            for band in range(row, row + TILE_MULTIPLE, MOST_REST):
                 target = shift(sums, band * WIDTH)
                 for column in range(0, WIDTH, VECTORS * LANES):
                     total = tile_load(
-                        shift(products, (band - row) * WIDTH + column), WIDTH, REST, VECTORS, LANES
-                    )
+                        shift(products, (band - row) * WIDTH + column), WIDTH, MOST_REST, VECTORS,
+                        LANES,
+                    )  # fmt: skip
                     add_scaled(total, product, block, memory, target, start, first, band, column)
 
     return multiply_on_unit, begin, end

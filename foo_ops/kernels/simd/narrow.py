@@ -114,8 +114,8 @@ def emit_quad_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     eight = constant_of(halves, 8)
     signed = (builder.ashr(builder.shl(a, eight), eight), builder.ashr(a, eight))
     unsigned = (builder.and_(b, constant_of(halves, 0xFF)), builder.lshr(b, eight))
-    for pair in zip(signed, unsigned, strict=True):
-        pairs = (builder.bitcast(it, total.type) for it in pair)
+    for first, second in zip(signed, unsigned, strict=True):
+        pairs = builder.bitcast(first, total.type), builder.bitcast(second, total.type)
         total = emit_integer_pair_fma(builder, *pairs, total)
     return total
 

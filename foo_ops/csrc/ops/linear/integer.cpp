@@ -43,8 +43,8 @@ Kernel& rows_kernel() {
 }
 
 // Most rows that are multiplied by weights as they lie in memory. With 16 rows and 4096 x 4096
-// weights, one thread of a Zen 4 takes 0.53 of the time without groups (0.83 with 48 rows), and with
-// groups of 64 0.94 (8 bits) and 0.74 (4 bits).
+// weights, one thread of a Zen 4 takes 0.53 of the time without groups (0.83 with 48 rows), and
+// with groups of 64 0.94 (8 bits) and 0.74 (4 bits).
 int64_t most_rows_without_packing(const QuantizedWeights& weights) {
   return weights.has_groups() ? 16 : 64;
 }
