@@ -13,7 +13,6 @@ none, and those of 8 bits get BYTE_OFFSET added, which is their zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +51,7 @@ from foo_ops.kernels.products.on_amx import (
     make_amx_products_of_bytes,
     nothing,
 )
-from foo_ops.kernels.products.on_vectors import REST as MOST_REST
-from foo_ops.kernels.products.on_vectors import make_sum, tall_shape
+from foo_ops.kernels.products.on_vectors import make_sum
 from foo_ops.kernels.simd.arithmetic import splat
 from foo_ops.kernels.simd.memory import (
     address_of,
@@ -88,6 +86,7 @@ from foo_ops.kernels.simd.register_tiles import (
     tile_dot_bytes,
     tile_load,
     tile_repeat,
+    tile_store,
     tile_store_sums,
     tile_zero,
 )
@@ -99,6 +98,12 @@ LARGEST_FINITE = 0x7F7F_FFFF
 SMALLEST_CUT = 32
 PADDING = 64
 """Multiple of the steps of a cut that has no group: a row of a matrix unit's register."""
+BAND, VECTORS, REST = 6, 2, 2
+"""Rows and vectors of a register tile, and rows of those behind the last whole one, which end with
+the rows. 12 sums of integers hide the latency of products, and leave registers for as many sums of
+float32: with 12 rows, a Zen 4 takes 1.07 times as long."""
+ROWS_OF_UNIT = 4
+"""Rows of the tiles that add a matrix unit's integers to sums of float32."""
 UNROLLED = 2
 """Steps per iteration. With 4, LLVM loads all rows first and moves them to the stack: a Zen 4
 takes 1.5 times as long."""
@@ -353,19 +358,13 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     rows of the block. Sums of integers stay in registers for a cut, and are then added to sums of
     float32. A matrix unit takes cuts of whole registers, which groups of 32 are not.
     """
-    LANES, (BAND, VECTORS) = lanes_of(COMPUTE), tall_shape()
-    on_unit = use_matrix_unit()
-    if on_unit:
-        VECTORS = TILE_MULTIPLE // LANES
-    # Bands of fewer rows follow the others, and have to end with them.
-    REST = math.gcd(BAND, MOST_REST)
+    LANES, on_unit = lanes_of(COMPUTE), use_matrix_unit()
     ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
-    WIDTH, PER_BYTE = VECTORS * LANES, 8 // CODE_BITS[CODES]
+    WIDTH = TILE_MULTIPLE if on_unit else VECTORS * LANES
+    PER_BYTE = 8 // CODE_BITS[CODES]
     fill, write = make_fill(COMPUTE), make_writer(dtype)
     pack_panel = _make_panel_packer(CODES, WIDTH)
-    multiply_band, multiply_rest = (
-        _make_band(ROWS, WIDTH, tall_shape()[1]) for ROWS in (BAND, REST)
-    )
+    multiply_band, multiply_rest = (_make_band(ROWS, WIDTH) for ROWS in (BAND, REST))
     multiply_on_unit, begin_products, end_products = _make_unit_band(WIDTH)
     prefetch_share = make_share_prefetcher("uint8")
     as_quads, as_panel = pointer_to(QUADS), pointer_to(UNSIGNED_QUADS)
@@ -439,7 +438,7 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     return make_kernel_with_scratch(compute_block, layout, integer_argument_types(dtype, stored))
 
 
-def _make_band(ROWS: int, WIDTH: int, VECTORS: int) -> Callable:
+def _make_band(ROWS: int, WIDTH: int) -> Callable:
     """Make ``multiply_band(product, block, memory, sums, quads, panel, start, row)``.
 
     It adds the products of ``ROWS`` rows and a panel.
@@ -450,19 +449,23 @@ def _make_band(ROWS: int, WIDTH: int, VECTORS: int) -> Callable:
     @njit
     def multiply_band(product, block, memory, sums, quads, panel, start, row):
         stride = product.left_row_stride // LANE_BYTES
-        left, target = shift(quads, row * stride), shift(sums, row * WIDTH)
-        size = size_of_cut(product)
+        left, size = shift(quads, row * stride), size_of_cut(product)
         stop = min(start + product.left_row_stride, product.depth)
-        for first in range(start, stop, size):
-            steps = (min(size, stop - first) + LANE_BYTES - 1) // LANE_BYTES
-            begin = (first - start) // LANE_BYTES
-            for column in range(0, WIDTH, VECTORS * LANES):
+        for column in range(0, WIDTH, VECTORS * LANES):
+            target = shift(sums, row * WIDTH + column)
+            result = tile_load(target, WIDTH, ROWS, VECTORS, LANES)
+            for first in range(start, stop, size):
+                steps = (min(size, stop - first) + LANE_BYTES - 1) // LANE_BYTES
+                begin = (first - start) // LANE_BYTES
                 total = add_products(
                     tile_zero(as_integers(address_of(sums)), ROWS, VECTORS, LANES),
                     shift(left, begin), stride, 1, shift(panel, begin * WIDTH + column), WIDTH,
                     steps,
                 )  # fmt: skip
-                add_scaled(total, product, block, memory, target, start, first, row, column)
+                result = add_scaled(
+                    result, total, product, block, memory, start, first, row, column
+                )
+            tile_store(result, target, WIDTH)
 
     return multiply_band
 
@@ -473,20 +476,19 @@ def size_of_cut(product):
 
 
 def _make_scaled_adder(WIDTH: int) -> Callable:
-    """Make ``add_scaled(total, product, block, memory, target, start, first, row, column)``.
+    """Make ``add_scaled(result, total, product, block, memory, start, first, row, column)``.
 
-    It adds a tile of the cut from step ``first`` on to the sums of its rows.
+    It adds the integers of the cut from step ``first`` on to a tile of sums.
     """
 
     @njit
-    def add_scaled(total, product, block, memory, target, start, first, row, column):
+    def add_scaled(result, total, product, block, memory, start, first, row, column):
         size = size_of_cut(product)
         place = first // size * product.padded_rows + block.row_start + row
         factors = (first - start) // size * WIDTH + column
-        tile_add_scaled(
-            total, shift(target, column), WIDTH, shift(product.row_scales, place),
-            shift(product.row_sums, place), shift(memory.scales, factors),
-            shift(memory.zeros, factors),
+        return tile_add_scaled(
+            result, total, shift(product.row_scales, place), shift(product.row_sums, place),
+            shift(memory.scales, factors), shift(memory.zeros, factors),
         )  # fmt: skip
 
     return add_scaled
@@ -500,7 +502,7 @@ def _make_unit_band(WIDTH: int) -> tuple[Callable, Callable, Callable]:
     """
     if not use_matrix_unit():
         return nothing, nothing, nothing
-    LANES, (_, VECTORS) = lanes_of(COMPUTE), tall_shape()
+    LANES = lanes_of(COMPUTE)
     matmul, begin, end = make_amx_products_of_bytes("int8", "uint8")
     as_integers, add_scaled = pointer_to("int32"), _make_scaled_adder(WIDTH)
 
@@ -517,14 +519,17 @@ def _make_unit_band(WIDTH: int) -> tuple[Callable, Callable, Callable]:
                 products, WIDTH, (shift(left, begin), stride, GROUP, 0),
                 (shift(panel, begin * WIDTH), WIDTH, 0), TILE_MULTIPLE, WIDTH, steps, False, True,
             )  # fmt: skip
-            for band in range(row, row + TILE_MULTIPLE, MOST_REST):
+            for band in range(row, row + TILE_MULTIPLE, ROWS_OF_UNIT):
                 target = shift(sums, band * WIDTH)
                 for column in range(0, WIDTH, VECTORS * LANES):
-                    total = tile_load(
-                        shift(products, (band - row) * WIDTH + column), WIDTH, MOST_REST, VECTORS,
-                        LANES,
-                    )  # fmt: skip
-                    add_scaled(total, product, block, memory, target, start, first, band, column)
+                    found = shift(products, (band - row) * WIDTH + column)
+                    place = shift(target, column)
+                    total = tile_load(found, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
+                    result = tile_load(place, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
+                    result = add_scaled(
+                        result, total, product, block, memory, start, first, band, column
+                    )
+                    tile_store(result, place, WIDTH)
 
     return multiply_on_unit, begin, end
 
@@ -536,7 +541,9 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
     step, is not zero: its results are not written, or multiplied by the zeros of rows.
     """
     LANES, PER_BYTE = lanes_of(COMPUTE), 8 // CODE_BITS[CODES]
-    VECTOR, HAS_ZEROS = 16, CODES == INT4
+    HAS_ZEROS = CODES == INT4
+    # A group of 32 integers of 4 bits is 16 bytes.
+    VECTOR = 16 if HAS_ZEROS else LANE_BYTES * LANES
     number = ELEMENTS[COMPUTE].compute
     as_bytes, as_quads = pointer_to("uint8"), pointer_to(UNSIGNED_QUADS)
 

@@ -18,9 +18,9 @@
     tile_dot_bytes(tile, a, a_stride, b, b_stride, count)   tile_dot of int8x4 and int8, with
                                             BYTE_OFFSET added to b's; ``count`` bytes, or None
     tile_repeat(pointer, stride, ROWS, COLUMNS, LANES)  tile[i, j] = the vector at i * stride
-    tile_add_scaled(tile, sums, stride, row_scales, row_sums, scales, zeros)    sums[i, j-th vector]
-                                            += (tile[i, j] - row_sums[i] * zeros[j]) *
-                                            row_scales[i] * scales[j], with integers in the tile
+    tile_add_scaled(tile, integers, row_scales, row_sums, scales, zeros)    tile[i, j] +=
+                                            (integers[i, j] - row_sums[i] * zeros[j]) *
+                                            row_scales[i] * scales[j], for a tile of integers
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
 If a and b have dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
@@ -321,8 +321,8 @@ def tile_repeat(typing_context, pointer, stride, rows, columns, lanes):
 
 
 @intrinsic
-def tile_add_scaled(typing_context, tile, sums, stride, row_scales, row_sums, scales, zeros):
-    """Add the integers of a tile to sums in memory, without the zeros of b and scaled.
+def tile_add_scaled(typing_context, tile, integers, row_scales, row_sums, scales, zeros):
+    """Add integers to a tile, without the zeros of b and scaled.
 
     The integers are at most 2**24, so that they and their differences from a multiple of an
     integer zero are exact in float32.
@@ -330,11 +330,12 @@ def tile_add_scaled(typing_context, tile, sums, stride, row_scales, row_sums, sc
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
 
     def generate(context, builder, signature, args):
-        value, sums_pointer, step, *pointers = args
-        scale_of_row, sum_of_row, scales_pointer, zeros_pointer = pointers
-        of_columns = [
-            [emit_load_vector(builder, "float32", it, INT64(column * lanes), lanes) for it in both]
-            for both in ((scales_pointer, zeros_pointer),)
+        result, values, scale_of_row, sum_of_row, *of_columns = args
+        vectors = [
+            [
+                emit_load_vector(builder, "float32", it, INT64(column * lanes), lanes)
+                for it in of_columns
+            ]
             for column in range(columns)
         ]
         for row in range(rows):
@@ -342,20 +343,16 @@ def tile_add_scaled(typing_context, tile, sums, stride, row_scales, row_sums, sc
                 emit_splat(builder, builder.load(builder.gep(it, [INT64(row)])), lanes)
                 for it in (scale_of_row, sum_of_row)
             )
-            for column, (scales_of, zeros_of) in enumerate(of_columns):
-                integers = builder.extract_value(value, row * columns + column)
-                number = builder.sitofp(integers, scale.type)
+            for column, (scales_of, zeros_of) in enumerate(vectors):
+                position = row * columns + column
+                number = builder.sitofp(builder.extract_value(values, position), scale.type)
                 number = emit_fma(builder, builder.fneg(zeros_of), total, number)
-                place = builder.add(builder.mul(step, INT64(row)), INT64(column * lanes))
-                before = emit_load_vector(builder, "float32", sums_pointer, place, lanes)
+                before = builder.extract_value(result, position)
                 after = emit_fma(builder, number, builder.fmul(scale, scales_of), before)
-                address = builder.bitcast(
-                    builder.gep(sums_pointer, [place]), after.type.as_pointer()
-                )
-                builder.store(after, address, align=4)
-        return context.get_dummy_value()
+                result = builder.insert_value(result, after, position)
+        return result
 
-    return types.void(tile, sums, types.intp, row_scales, row_sums, scales, zeros), generate
+    return tile(tile, integers, row_scales, row_sums, scales, zeros), generate
 
 
 @intrinsic
