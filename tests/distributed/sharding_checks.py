@@ -150,7 +150,6 @@ def products():
     codes = randn(10, 128).to(torch.float8_e4m3fn).view(torch.uint8)
     of_rows, of_blocks = randn(10), randn(10, 4)
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
-    rounded = functools.partial(foo_ops.linear_int8, activations=8)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
         "linear without bias": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8)]),
@@ -166,12 +165,6 @@ def products():
         "linear_fp8 of groups without bias": (
             foo_ops.linear_fp8,
             [randn(4, 6, 128), codes, of_blocks],
-        ),
-        "linear_int8 of rounded rows": (rounded, [randn(4, 6, 8), *int8]),
-        "linear_int8 of rounded groups": (rounded, [randn(4, 6, 128), *of_groups]),
-        "linear_int4 of rounded groups": (
-            functools.partial(linear_int4, activations=8),
-            [randn(4, 6, 128), *int4],
         ),
         "linear_int4": (linear_int4, [randn(4, 6, 128), *int4, randn(10)]),
         "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),

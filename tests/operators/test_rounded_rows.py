@@ -9,6 +9,7 @@ from support.parts import whole
 from support.processes import run
 
 import foo_ops
+from foo_ops.ops import linear_quantized
 from foo_ops.testing import (
     LINEAR_INT4_ACTIVATIONS,
     LINEAR_INT8_ACTIVATIONS,
@@ -141,6 +142,16 @@ def test_tangents(spec, make):
     expected = spec.reference(tangent.double(), *wide[:-1], *zero, **unrounded)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output, call(input), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_one_scale_is_not_sharded():
+    """The scale is that of all steps; `tests/distributed` computes in float64, which is refused."""
+    rows, weight = torch.ones(2, 64), torch.ones(3, 64, dtype=torch.int8)
+    of_rows, of_groups = torch.ones(3), torch.ones(3, 2)
+    sharded = linear_quantized.int8_sharding
+    assert sharded(rows, weight, of_rows) == "... k, n k, n, . -> ... n"
+    assert sharded(rows, weight, of_rows, activations=8) == "... ., n ., n, . -> ... n"
+    assert sharded(rows, weight, of_groups, activations=8) == "... k, n k, n k, . -> ... n"
 
 
 # Calls each kernel with fences between the regions of its scratch memory, and checks them.
