@@ -23,6 +23,8 @@ PEERS = ("torch", TORCHAO, UNQUANTIZED)
 DTYPES = ("float32", "bfloat16")
 KINDS: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (4, 32), (4, 128))
 """Bits, and group sizes."""
+ROUNDED_KINDS: tuple[tuple[int, int | None], ...] = ((8, None), (4, 128))
+"""The same of layers that round their rows to 8 bits."""
 ROWS = (64, 1024)
 READ_TARGET, TARGET = 0.70, 0.60
 """Target fractions: of the read bandwidth for one row, of the float32 peak for more."""
@@ -32,7 +34,10 @@ Weights = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with weights of 8 bits, or of 8 or 4 bits in groups, and its number of input rows."""
+    """A layer with weights of 8 bits, or of 8 or 4 bits in groups, and its number of input rows.
+
+    With ``activations``, rows are rounded to that many bits.
+    """
 
     dtype: str
     rows: int
@@ -40,11 +45,14 @@ class Layer:
     outputs: int
     bits: int
     group_size: int | None
+    activations: int | None = None
 
     @property
     def name(self) -> str:
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
-        return f"int{self.bits}{groups}, {self.dtype}, {self.rows} x {self.width} x {self.outputs}"
+        rows = "" if self.activations is None else f", rows of {self.activations} bits"
+        sizes = f"{self.rows} x {self.width} x {self.outputs}"
+        return f"int{self.bits}{groups}{rows}, {self.dtype}, {sizes}"
 
     @property
     def target(self) -> float:
@@ -67,6 +75,10 @@ def layers(dtypes: Sequence[str]) -> Iterator[Layer]:
             yield Layer(dtype, 1, 4096, 4096, *kind)
             for rows in ROWS:
                 yield Layer(dtype, rows, 2816, 1024, *kind)
+    for kind in ROUNDED_KINDS if "bfloat16" in dtypes else ():
+        yield Layer("bfloat16", 1, 4096, 4096, *kind, activations=8)
+        for rows in (16, *ROWS):
+            yield Layer("bfloat16", rows, 2816, 1024, *kind, activations=8)
 
 
 def target(name: str) -> float:
@@ -95,10 +107,14 @@ def contenders(layer: Layer) -> Contenders:
     quantized = foo_ops.quantize_weight(weight, layer.bits, layer.group_size)
     ways: dict[str, tuple[Callable[..., Tensor], Weights]]
     if layer.bits == 4:
-        ours = partial(foo_ops.linear_int4, group_size=layer.group_size)  # type: ignore[arg-type]
+        ours = partial(
+            foo_ops.linear_int4,
+            group_size=layer.group_size,  # type: ignore[arg-type]
+            activations=layer.activations,
+        )
         ways = {OURS: (ours, quantized), "torch": (torch_int4, pack_for_torch(*quantized))}
     else:
-        ways = {OURS: (foo_ops.linear_int8, quantized)}
+        ways = {OURS: (partial(foo_ops.linear_int8, activations=layer.activations), quantized)}
         if layer.group_size is None:
             ways["torch"] = torch.ops.aten._weight_int8pack_mm.default, quantized
     dense = foo_ops.dequantize_weight(*quantized)

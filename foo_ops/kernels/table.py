@@ -20,6 +20,12 @@ EIGHT_BIT_PRODUCT = Maker(QUANTIZED, "make_8bit_product_kernel")
 EIGHT_BIT_FEW_ROWS = Maker(QUANTIZED, "make_8bit_few_rows_kernel")
 INT4_PRODUCT = Maker(QUANTIZED, "make_int4_product_kernel")
 INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
+INTEGER = "foo_ops.kernels.linear.integer"
+INTEGER_ROWS = Maker(INTEGER, "make_rows_kernel")
+INTEGER_INT8_PRODUCT = Maker(INTEGER, "make_int8_product_kernel")
+INTEGER_INT4_PRODUCT = Maker(INTEGER, "make_int4_product_kernel")
+INTEGER_INT8_FEW_ROWS = Maker(INTEGER, "make_int8_few_rows_kernel")
+INTEGER_INT4_FEW_ROWS = Maker(INTEGER, "make_int4_few_rows_kernel")
 MXFP4_PRODUCT = Maker(QUANTIZED, "make_mxfp4_product_kernel")
 MXFP4_FEW_ROWS = Maker(QUANTIZED, "make_mxfp4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
@@ -83,6 +89,15 @@ _OWN = (
     OwnKernel("linear_int4_product", INT4_PRODUCT),
     *(
         OwnKernel(f"linear_int4_few_rows.{it}", INT4_FEW_ROWS, {"group_size": it})
+        for it in _GROUP_SIZES
+    ),
+    OwnKernel("integer_rows", INTEGER_ROWS),
+    OwnKernel("integer_product.int8", INTEGER_INT8_PRODUCT),
+    OwnKernel("integer_product.int4", INTEGER_INT4_PRODUCT),
+    OwnKernel("integer_few_rows.int8", INTEGER_INT8_FEW_ROWS),
+    *(
+        OwnKernel(f"integer_few_rows.{name}.{it}", maker, {"group_size": it})
+        for name, maker in (("int8", INTEGER_INT8_FEW_ROWS), ("int4", INTEGER_INT4_FEW_ROWS))
         for it in _GROUP_SIZES
     ),
     OwnKernel("linear_mxfp4_product", MXFP4_PRODUCT),

@@ -22,6 +22,8 @@ from foo_ops.ops.linear import linear, product_flops
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
+# Rows whose largest magnitude is smaller are rounded to zeros (foo_ops/kernels/simd/narrow.py).
+SMALLEST_ROUNDED = 2.0**-100
 # Rows that are converted to float64 at a time.
 ROWS = 256
 # Bytes of a weight that are dequantized at a time in a backward pass.
@@ -379,12 +381,20 @@ def _overflows(steps: Tensor | int, scale: Tensor) -> Tensor:
 
 library.define(
     "foo::linear_int8",
-    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None) -> Tensor",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None, *, int? activations=None) "
+    "-> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_int8(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
     """Compute ``input @ (weight * scale).T + bias`` with integers of 8 bits.
 
     For few rows, it reads a quarter of the memory of float32 weights. `quantize_weight` makes
@@ -396,6 +406,8 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         scale: (N,), or (N, K / group_size) for each group of 32, 64 or 128 elements of a row; of
             input's dtype.
         bias: (N,), of input's dtype.
+        activations: 8 to round input to integers of 8 bits, and multiply integers: faster, and less
+            exact. None computes with input as it is.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Products with the integers, which are exact
@@ -406,24 +418,38 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         threads. Has gradients for input, scale and bias, of every order; those for a bfloat16 or
         float16 input use weights that are rounded to its dtype.
 
+        With ``activations=8``, each row of input, or each group of steps that shares a scale, is
+        rounded to multiples of its largest magnitude / 127, to the nearest and ties to even: an
+        element is off by at most 1/254 of that magnitude. Products of integers are summed up
+        exactly for a group, or for 512 steps or more, then scaled and summed up in float32. A row
+        with infinities or NaN gives NaN, and one whose largest magnitude is below 2^-100 counts as
+        zeros. The gradient for input is that of the weights, as if it had not been rounded.
+
     Raises:
-        ValueError: for shapes that do not fit together.
-        TypeError: for dtypes.
+        ValueError: for shapes that do not fit together, and other numbers of bits.
+        TypeError: for dtypes, and float64 with ``activations``.
 
     Example:
         >>> weight, scale = foo_ops.quantize_weight(torch.tensor([[127.0, 2.0], [0.0, 254.0]]), 8)
         >>> foo_ops.linear_int8(torch.tensor([[1.0, 2.0]]), weight, scale)
         tensor([[131., 508.]])
     """
-    return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
+    return torch.ops.foo.linear_int8.default(input, weight, scale, bias, activations=activations)
 
 
 # ------------------------------------------------------------------------------------------- fake
 
 
 @library.register_fake("foo::linear_int8")
-def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    _C.check_linear_int8(input, weight, scale, bias)
+def fake_int8(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    _C.check_linear_int8(input, weight, scale, bias, activations)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -433,7 +459,7 @@ def fake_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
 library.define(
     "foo::linear_int4",
     "(Tensor input, Tensor weight, Tensor scale, Tensor zero, Tensor? bias=None, *, "
-    "int group_size) -> Tensor",
+    "int group_size, int? activations=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -446,6 +472,7 @@ def linear_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
     """Compute ``input @ ((integers - zero) * scale).T + bias`` with integers of 4 bits.
 
@@ -460,6 +487,8 @@ def linear_int4(
         zero: (N, K / group_size), of input's dtype. It need not be an integer.
         bias: (N,), of input's dtype.
         group_size: 32, 64 or 128 elements of a row that share a scale and a zero.
+        activations: 8 to round input to integers of 8 bits, and multiply integers: faster, and less
+            exact. None computes with input as it is.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Weights and sums are computed in float32
@@ -472,9 +501,12 @@ def linear_int4(
         result does not depend on the number of threads. Has gradients for input, scale, zero and
         bias, of every order.
 
+        With ``activations=8``, each group of input is rounded as by `foo_ops.linear_int8`.
+
     Raises:
-        ValueError: for shapes that do not fit together, and other group sizes.
-        TypeError: for dtypes.
+        ValueError: for shapes that do not fit together, other group sizes, and other numbers of
+            bits.
+        TypeError: for dtypes, and float64 with ``activations``.
 
     Example:
         >>> weight = torch.arange(32.0).reshape(1, 32) % 16
@@ -484,7 +516,7 @@ def linear_int4(
                 [240.]])
     """
     return torch.ops.foo.linear_int4.default(
-        input, weight, scale, zero, bias, group_size=group_size
+        input, weight, scale, zero, bias, group_size=group_size, activations=activations
     )
 
 
@@ -500,18 +532,42 @@ def fake_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
-    _C.check_linear_int4(input, weight, scale, zero, bias, group_size)
+    _C.check_linear_int4(input, weight, scale, zero, bias, group_size, activations)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
 # ----------------------------------------------------------------------------- autograd, for both
 
 
+def rounded_rows(input: Tensor, groups: int | None) -> Tensor:
+    """Round rows to 8 bits as the kernels do; the gradient passes straight through."""
+    # One scale for a row is that of one group.
+    count, depth = 1 if groups is None else groups, input.shape[-1]
+    columns = (
+        input.detach().float().reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
+    )
+    # There may be no steps.
+    largest = F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True)
+    is_zero = largest < SMALLEST_ROUNDED
+    inverse = (torch.full_like(largest, INT8_LARGEST) / largest).masked_fill(is_zero, 0.0)
+    scale = (largest / INT8_LARGEST).masked_fill(is_zero, 0.0)
+    rounded = ((columns * inverse).round() * scale).reshape(input.shape)
+    return input.float() - input.detach().float() + rounded
+
+
 def composite_int8(
-    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
+    if activations is not None:
+        input = rounded_rows(input, groups_of(scale)).to(input.dtype)
     return F.linear(input, dequantize_weight(weight, scale), bias)
 
 
@@ -523,15 +579,25 @@ def composite_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
+    if activations is not None:
+        input = rounded_rows(input, groups_of(scale)).to(input.dtype)
     return F.linear(input, dequantize_weight(weight, scale, zero), bias)
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor, **keywords: Any) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, *scales, _ = inputs
     _, _, *need_scales, _ = ctx.needs_input_grad
     ctx.save_for_backward(input if any(need_scales) else None, weight, *scales)
+
+
+def setup_context_of_integers(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any]
+) -> None:
+    setup_context(ctx, inputs, output)
+    ctx.activations = keyword_only_inputs["activations"]
 
 
 def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -542,6 +608,8 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if needs_input:
         grad_input = grad_of_input(grad_output, dequantize_weight, weight, *scales)
     if any(need_scales):
+        if ctx.activations is not None:
+            input = rounded_rows(input, groups_of(scales[0]))
         grad_scales = grads_of_scales(grad_of_weight(grad_output, input), weight, *scales)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
@@ -611,10 +679,16 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 library.register_autograd(
-    "foo::linear_int8", backward, setup_context=setup_context, composite=composite_int8
+    "foo::linear_int8",
+    backward,
+    setup_context=setup_context_of_integers,
+    composite=composite_int8,
 )
 library.register_autograd(
-    "foo::linear_int4", backward, setup_context=setup_context, composite=composite_int4
+    "foo::linear_int4",
+    backward,
+    setup_context=setup_context_of_integers,
+    composite=composite_int4,
 )
 
 
@@ -622,9 +696,13 @@ library.register_autograd(
 
 
 @library.register_sharding("foo::linear_int8")
-def int8_sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
-    # Sharded along k, each process would add the bias.
-    k, of_bias = ("k", ".") if bias is None else (".", "n")
+def int8_sharding(
+    input: Any, weight: Any, scale: Any, bias: Any = None, *, activations: int | None = None
+) -> str:
+    # Sharded along k, each process would add the bias, and round its part of a row.
+    rounds_rows = activations is not None and len(scale.shape) == 1
+    k = "k" if bias is None and not rounds_rows else "."
+    of_bias = "." if bias is None else "n"
     of_scale = f"n {k}" if len(scale.shape) == 2 else "n"
     return f"... {k}, n {k}, {of_scale}, {of_bias} -> ... n"
 

@@ -148,8 +148,34 @@ def moe_experts(
     return output
 
 
-def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def rows_of_8_bits(input: Tensor, groups: int) -> Tensor:
+    """Round each group of a row to 255 equal steps; gradients pass straight through.
+
+    Steps are as wide as in float32, to which float64 numbers of low precision are converted.
+    """
+    if not input.shape[-1]:
+        return input
+    numbers = input.detach().float().unflatten(-1, (groups, -1))
+    largest = numbers.abs().max(-1, keepdim=True).values
+    inverse = torch.div(torch.tensor(127.0).to(largest), largest)
+    is_small = largest < 2.0**-100
+    integers = torch.where(is_small, 0.0, (numbers * inverse).round()).double()
+    rounded = integers * torch.div(largest, 127.0).double()
+    rounded = torch.where(largest.isfinite(), rounded, torch.nan).flatten(-2)
+    return rounded + (input - torch.where(input.isfinite(), input, 0.0).detach()).nan_to_num(0.0)
+
+
+def linear_int8(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
     """Multiply rows by an int8 weight, scale the columns, or their groups, and add a bias."""
+    if activations is not None:
+        input = rows_of_8_bits(input, scale.shape[1] if scale.dim() == 2 else 1)
     if scale.dim() == 2:
         return linear(input, numbers_of_int8(weight, scale), bias)
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
@@ -216,8 +242,11 @@ def linear_int4(
     bias: Tensor | None = None,
     *,
     group_size: int,
+    activations: int | None = None,
 ) -> Tensor:
     """Multiply rows by a dequantized 4-bit weight, and add a bias."""
+    if activations is not None:
+        input = rows_of_8_bits(input, scale.shape[1])
     return linear(input, numbers_of_int4(weight, scale, zero, group_size), bias)
 
 

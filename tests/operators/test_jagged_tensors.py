@@ -1,5 +1,6 @@
 """Jagged nested tensors: row operators compute all parts in one call, with gradients."""
 
+import functools
 import re
 
 import pytest
@@ -51,6 +52,9 @@ CALLS = {
         x, weights(x.device)[0].to(torch.float8_e4m3fn), torch.linspace(1, 2, N).to(x)
     ),
     "linear_int4": with_quantized(ops.linear_int4.default, 4, 32),
+    "linear_int8 of rounded rows": with_quantized(
+        functools.partial(ops.linear_int8.default, activations=8), 8
+    ),
     "linear_mxfp4": lambda x: foo_ops.linear_mxfp4(
         x, *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0]))
     ),

@@ -430,6 +430,27 @@ REFUSED = (
         TypeError,
         "linear_int4: bias must be float32 as input is, got float16",
     ),
+    (
+        lambda: int8_arguments(activations=4),
+        ValueError,
+        "linear_int8: activations must be None or 8, got 4",
+    ),
+    (
+        lambda: int4_arguments(activations=16),
+        ValueError,
+        "linear_int4: activations must be None or 8, got 16",
+    ),
+    (
+        lambda: int8_arguments(
+            input=zeros(2, 3, dtype=torch.float64),
+            scale=zeros(4, dtype=torch.float64),
+            bias=None,
+            activations=8,
+        ),
+        TypeError,
+        "linear_int8: input must be float16, bfloat16 or float32 for activations of 8 bits, "
+        "got float64",
+    ),
 )
 
 

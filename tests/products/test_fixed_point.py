@@ -15,7 +15,7 @@ from foo_ops.kernels.simd.narrow import (
     load_half_powers,
     scale_of_integers,
     store_digits,
-    tile_dot_4bit,
+    tile_dot_codes,
 )
 from foo_ops.kernels.simd.register_tiles import tile_store_sums, tile_zero
 from foo_ops.kernels.simd.types import lanes_of
@@ -131,7 +131,7 @@ def test_products_are_exact(compiled, size, whole, codes):
     def kernel(sums, left, right, scales, some):
         total = tile_zero(lines(sums), 2, 3, LANES)
         if whole:
-            total = tile_dot_4bit(
+            total = tile_dot_codes(
                 total,
                 bytes_(left),
                 stride,
@@ -144,7 +144,7 @@ def test_products_are_exact(compiled, size, whole, codes):
                 codes,
             )
         else:
-            total = tile_dot_4bit(
+            total = tile_dot_codes(
                 total,
                 bytes_(left),
                 stride,
@@ -177,7 +177,7 @@ def test_lanes_share_factors(compiled, size):
 
     def kernel(sums, left, right, scales):
         total = tile_zero(numbers(sums), 1, 1, LANES)
-        total = tile_dot_4bit(
+        total = tile_dot_codes(
             total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16, INT4
         )
         tile_store_sums(total, numbers(sums), 1)

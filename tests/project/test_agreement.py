@@ -18,6 +18,7 @@ from foo_ops.kernels.lang import arguments
 from foo_ops.kernels.lang import random as random_numbers
 from foo_ops.kernels.lang.scratch import Struct
 from foo_ops.kernels.linear import cross_entropy as cross_entropy
+from foo_ops.kernels.linear import integer
 from foo_ops.kernels.linear import product as linear
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.simd import memory
@@ -46,7 +47,7 @@ def described_by_cpp(name):
     """
     fields = []
     for field, type_, offset in _C.agreement()["structs"][name]:
-        if type_ in ("Operand", "Product"):
+        if type_ in ("Operand", "Product", "QuantizedProduct"):
             prefix = field if type_ == "Operand" else ""
             for part in described_by_cpp(type_):
                 fields.append(Field(f"{prefix}{part.name}", part.type, offset + part.offset))
@@ -107,6 +108,10 @@ def test_parameters_of_products(dtype):
     assert differences(described_by_cpp("ProductBlock"), described_by_python(block)) == []
     quantized, *_ = linear.quantized_argument_types(dtype, "int8")
     assert differences(described_by_cpp("QuantizedProduct"), described_by_python(quantized)) == []
+    rows, *_ = integer.rows_argument_types(dtype)
+    assert differences(described_by_cpp("IntegerRows"), described_by_python(rows)) == []
+    product, *_ = integer.integer_argument_types(dtype, "int8")
+    assert differences(described_by_cpp("IntegerProduct"), described_by_python(product)) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -243,6 +248,15 @@ def functions():
             function = "CombineFunction" if name == "experts_combine" else "GateFunction"
             for dtype in DTYPES:
                 yield function, source.build(dtype).argument_types
+        elif name.startswith("integer_"):
+            kind = name.removeprefix("integer_").partition(".")[0]
+            function = {
+                "rows": "IntegerRowsFunction",
+                "product": "IntegerFunction",
+                "few_rows": "QuantizedFunction",
+            }[kind]
+            for dtype in ("float16", "bfloat16", "float32"):
+                yield function, source.build(dtype).argument_types
         elif name.startswith("linear_"):
             is_quantized = name.startswith(
                 ("linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4")
@@ -326,7 +340,7 @@ def test_limits(monkeypatch, bits):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(ELEMENTS.keys() - {"mask", "bfloat16x2", "int16x2", "int8x4"})
+    "name", sorted(ELEMENTS.keys() - {"mask", "bfloat16x2", "int16x2", "int8x4", "uint8x4"})
 )
 def test_elements_are_those_of_torch(name):
     assert ELEMENTS[name].size == getattr(torch, name).itemsize

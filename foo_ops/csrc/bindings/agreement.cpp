@@ -16,6 +16,7 @@
 #include "ops/elementwise.h"
 #include "ops/experts/rows.h"
 #include "ops/linear/cross_entropy.h"
+#include "ops/linear/integer.h"
 #include "ops/linear/product.h"
 #include "ops/linear/quantized.h"
 #include "ops/tile.h"
@@ -54,6 +55,8 @@ Agreement agreement() {
   add_struct<Product>(result);
   add_struct<ProductBlock>(result);
   add_struct<QuantizedProduct>(result);
+  add_struct<IntegerRows>(result);
+  add_struct<IntegerProduct>(result);
   add_struct<CrossEntropy>(result);
   add_struct<Gate>(result);
   add_struct<Combine>(result);
@@ -67,6 +70,8 @@ Agreement agreement() {
                       {"SumFunction", Arguments<SumFunction>::names()},
                       {"ProductFunction", Arguments<ProductFunction>::names()},
                       {"QuantizedFunction", Arguments<QuantizedFunction>::names()},
+                      {"IntegerRowsFunction", Arguments<IntegerRowsFunction>::names()},
+                      {"IntegerFunction", Arguments<IntegerFunction>::names()},
                       {"CrossEntropyFunction", Arguments<CrossEntropyFunction>::names()},
                       {"GateFunction", Arguments<GateFunction>::names()},
                       {"CombineFunction", Arguments<CombineFunction>::names()},

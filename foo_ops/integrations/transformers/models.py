@@ -35,7 +35,13 @@ from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
 from foo_ops.integrations.transformers.packed_sequences import FooEncoder, hides_padding
 from foo_ops.integrations.transformers.packing import pack
-from foo_ops.integrations.transformers.quantized import FooJoined, Quantized, check_bits
+from foo_ops.integrations.transformers.quantized import (
+    FooJoined,
+    Quantized,
+    check_activations,
+    check_bits,
+    rounds_input,
+)
 from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
     WEIGHT_TYPES,
@@ -104,6 +110,7 @@ def apply(
     packing: bool | None = None,
     decode: bool = True,
     quantize: int | None = None,
+    activations: int | None = None,
     keep_weights: bool = True,
     method: str = "nearest",
 ) -> Model:
@@ -155,6 +162,11 @@ def apply(
             stay, so the model takes more memory, not less, and ``state_dict`` has them. If a weight
             changes, its copy is renewed; a change of few elements through ``.data`` is noticed by
             ``model.eval()``.
+        activations: 8: linear layers with weights of 8 or 4 bits, of ``quantize`` or of a
+            checkpoint, round their inputs to 8 bits, and multiply integers: prompts are read faster
+            than with bfloat16 weights. Each row has a scale, or each group if the weights have
+            groups (`foo_ops.linear_int8`); this is less exact than ``quantize`` alone. Experts, and
+            weights of float8_e4m3fn, take inputs as they are.
         keep_weights: with False and ``quantize``, weights of linear layers and experts are freed
             once they are quantised: the model takes the memory of the integers, is for inference
             and for training adapters (peft), and cannot be restored. `save_quantized` writes it.
@@ -165,8 +177,9 @@ def apply(
 
     Raises:
         TypeError: if model is not a module.
-        ValueError: for bits other than 8 and 4, or 8 for a cache, keep_weights=False without
-            quantize, and a method that is not "nearest" without both of them.
+        ValueError: for bits other than 8 and 4, or 8 for a cache or activations, keep_weights=False or
+            activations without weights to quantise, and a method that is not "nearest" without
+            quantize and keep_weights=False.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -179,6 +192,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model must be a torch.nn.Module, got {type(model).__name__}")
     check_bits(quantize)
+    check_activations(model, quantize, activations)
     cache_bits = None if isinstance(cache, bool) else cache
     if cache_bits not in (None, 8):
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
@@ -202,6 +216,8 @@ def apply(
     for module in model.modules():
         if quantize is not None:
             quantize_layer(module, quantize)
+        if activations is not None and rounds_input(module):
+            vars(module)["foo_activations"] = activations
         change(module, allowed)
     for module in model.modules():
         if isinstance(module, FooJoined):
@@ -246,6 +262,7 @@ def restore(model: Model) -> Model:
     """
     for module in model.modules():
         put_back(module)
+        vars(module).pop("foo_activations", None)
     for part in pretrained(model):
         if vars(part).get("_loss_function") in LOSSES.values():
             del part._loss_function

@@ -48,8 +48,10 @@ class FooPackedLinear(nn.Linear):
     Attributes:
         weight, scale, zero, order: see `Integers`.
         stored_format: the `Format` of formats.py that the layer was read from, or None.
+        foo_activations: bits to which the input is rounded for integers: 8 or None.
     """
 
+    foo_activations: int | None = None
     weight: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -98,7 +100,9 @@ class FooPackedLinear(nn.Linear):
         dtype = input.dtype
         if not self.takes(dtype) and not torch.is_autocast_enabled(input.device.type):
             input = input.to(self.scale.dtype)
-        output = quantized_product(input, self.weight, self.scale, self.zero, self.bias)
+        output = quantized_product(
+            input, self.weight, self.scale, self.zero, self.bias, self.foo_activations
+        )
         return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
 
     def takes(self, dtype: torch.dtype) -> bool:

@@ -294,8 +294,13 @@ class Quantized(Replacement):
 
 
 class FooQuantizedLinear(Quantized):
-    """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits."""
+    """Replaces linear layers, and keeps a copy of the weight in 8 or 4 bits.
 
+    Attributes:
+        foo_activations: bits to which the input is rounded: 8 or None.
+    """
+
+    foo_activations: int | None = None
     bias: Tensor | None
     names_to_join = OF_LAYER.buffers
 
@@ -307,6 +312,11 @@ class FooQuantizedLinear(Quantized):
     def copies(cls, module: nn.Module) -> tuple[Copy, ...]:
         return (OF_LAYER,)
 
+    @classmethod
+    def forget(cls, module: nn.Module) -> None:
+        super().forget(module)
+        vars(module).pop("foo_activations", None)
+
     def forward(self, input: Tensor) -> Any:
         own = self._parameters
         weight = own.get("weight")
@@ -314,7 +324,8 @@ class FooQuantizedLinear(Quantized):
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if self.training or not is_multiplied(input, weight, bias):
             return super().forward(input)  # type: ignore[misc]
-        output = quantized_product(input, *copy_of_layer(self, weight, input), bias)
+        copies = copy_of_layer(self, weight, input)
+        output = quantized_product(input, *copies, bias, self.foo_activations)
         if any_requires_grad(weight):
             output = output + WeightGradient.apply(output, input, turned(self, weight))
         return output
@@ -344,17 +355,28 @@ def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
 
 
 def quantized_product(
-    input: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    activations: int | None,
 ) -> Tensor:
-    """Multiply by weights of 8 bits, or of 4 bits if there are zeros."""
+    """Multiply by weights of 8 bits, or of 4 bits if there are zeros.
+
+    Inputs of float64 are not rounded, nor those for weights of float8_e4m3fn.
+    """
+    if input.dtype == torch.float64:
+        activations = None
     if zero is None:
-        of_bytes = (
-            torch.ops.foo.linear_int8 if weight.dtype == torch.int8 else torch.ops.foo.linear_fp8
+        if weight.dtype != torch.int8:
+            return torch.ops.foo.linear_fp8.default(input, weight, scale, bias)
+        return torch.ops.foo.linear_int8.default(
+            input, weight, scale, bias, activations=activations
         )
-        return of_bytes.default(input, weight, scale, bias)
     group_size = 2 * weight.shape[1] // scale.shape[1]
     return torch.ops.foo.linear_int4.default(
-        input, weight, scale, zero, bias, group_size=group_size
+        input, weight, scale, zero, bias, group_size=group_size, activations=activations
     )
 
 
@@ -603,6 +625,21 @@ def check_bits(bits: int | None) -> None:
         raise ValueError(f"apply: quantize must be None, 8 or 4, got {bits}")
 
 
+def check_activations(model: nn.Module, bits: int | None, activations: int | None) -> None:
+    if activations not in (None, 8):
+        raise ValueError(f"apply: activations must be None or 8, got {activations}")
+    if activations is not None and bits is None and not any(map(rounds_input, model.modules())):
+        raise ValueError(
+            "apply: activations=8 needs quantize=4 or 8, or a model with weights of integers, got "
+            "quantize=None"
+        )
+
+
+def rounds_input(module: nn.Module) -> bool:
+    """Whether a module has weights of integers, and can round its input for them."""
+    return hasattr(module, "foo_activations")
+
+
 def quantize(module: nn.Module, bits: int) -> None:
     """Quantise the weights of a linear layer or of experts, also after an earlier `apply`.
 
@@ -743,9 +780,12 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
     biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
     if len(biases) not in (0, len(layers)) or not joined.holds(layers):
         return [layer(input) for layer in layers]
+    bits = {layer.foo_activations for layer in layers}
+    if len(bits) > 1:
+        return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
-    output = quantized_product(input, weight, scale, zero, bias)
+    output = quantized_product(input, weight, scale, zero, bias, bits.pop())
     return output.split_with_sizes(joined.rows, -1)
 
 

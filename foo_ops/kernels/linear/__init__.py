@@ -28,7 +28,8 @@ Another kernel computes few rows: it reads the right matrix once, as it lies in 
 computes few columns, with rows and columns exchanged.
 
 A right matrix of 8-bit or 4-bit integers is read as stored for few rows, and converted to numbers
-by packing for more rows; the rest of both kernels is the same.
+by packing for more rows; the rest of both kernels is the same. If the rows of the left matrix are
+rounded to 8 bits, products are of integers (foo_ops/kernels/linear/integer.py).
 
 For a loss, a block of logits exists in scratch memory only: one kernel adds it to the statistics of
 its rows, another turns it into a block of gradients (foo_ops/kernels/linear/cross_entropy.py).

@@ -61,7 +61,7 @@ from foo_ops.kernels.simd.narrow import (
     load_half_powers,
     scale_of_integers,
     store_digits,
-    tile_dot_4bit,
+    tile_dot_codes,
     unpack_bytes,
     unpack_float4,
     unpack_int4,
@@ -76,9 +76,9 @@ from foo_ops.kernels.simd.register_tiles import (
 from foo_ops.kernels.simd.transpose import make_copy_row, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
-# ---------------------------------------------------------------------------------- tiles of 4 bits
+# -------------------------------------------------------------------------------- tiles of integers
 
-# Multiplies few rows by weights of 4 bits, unpacked in registers.
+# Multiplies few rows by weights of 4 bits, unpacked in registers, or of 8 bits in groups.
 #
 # MXFP4's numbers are integers, too: twice a number plus FLOAT4_ZERO, which is their zero, with half
 # of their group's scale.
@@ -91,7 +91,8 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 # where only the first sum is computed for each column: the sums of the left row's groups are
 # computed once. A group of the left row is converted to integers times a scale, so that products
 # are of integers (`foo_ops.kernels.simd.narrow`): a vector multiplies as many bytes of weights as
-# it has. For rows of float64 these integers are too short: weights are converted to numbers.
+# it has. For rows of float64 these integers are too short: weights are converted to numbers. Rows
+# that are to be rounded to 8 bits have shorter integers (foo_ops/kernels/linear/integer.py).
 
 
 COMPUTE = "float32"
@@ -104,24 +105,57 @@ SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """How weights of 4 bits are read.
+class Rounding:
+    """How groups of a row become integers times a scale.
 
     Attributes:
-        codes: INT4 or FLOAT4.
+        bits: the bits of an integer.
+        scale_of: ``scale_of(magnitude)`` returns the scale and its inverse for the largest
+            magnitude of a group, given by its bits.
+        smallest: bits of the smallest of the magnitudes for which a group is rounded.
+        largest: bits of the largest of these; larger ones, infinities and NaN give NaN.
+        is_zero_below: whether smaller magnitudes count as zeros; otherwise only 0 does, and others
+            give NaN.
+    """
+
+    bits: int
+    scale_of: Callable
+    smallest: int
+    largest: int
+    is_zero_below: bool
+
+
+def rounding_to_multiples(dtype: str) -> Rounding:
+    """Round to multiples of a power of two, to more bits than the dtype or weights have."""
+    BITS = NUMBER_BITS[dtype]
+
+    @njit
+    def scale_of(magnitude):
+        return scale_of_integers(magnitude, BITS)
+
+    smallest, largest = bits_of_float(SMALLEST_GROUP), bits_of_float(LARGEST_GROUP)
+    return Rounding(BITS, scale_of, smallest, largest, is_zero_below=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How weights of few bits are read.
+
+    Attributes:
+        codes: INT4, FLOAT4 or BYTE.
         arguments: the types of the kernel's arguments.
         load_groups: ``load_groups(product, column, group, groups)`` returns scales and zeros of
             adjacent groups, of which a column has ``groups``, as vectors.
         prefetch_groups: ``prefetch_groups(product, column, group)`` prefetches them into L2.
         load_pair: ``load_pair(product, column, group, index)`` returns the two numbers in a byte of
-            a group.
+            a group; None where sums are not mended.
     """
 
     codes: str
     arguments: tuple[Any, ...]
     load_groups: Callable
     prefetch_groups: Callable
-    load_pair: Callable
+    load_pair: Callable | None
 
 
 def int4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
@@ -184,18 +218,28 @@ def float4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
 
 
 def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
+    """Make the tiles of rows that are rounded to more bits than they need, and mended."""
+    mend = _make_mender(GROUP_SIZE, weights)
+    return make_group_tiles(dtype, GROUP_SIZE, weights, rounding_to_multiples(dtype), mend)
+
+
+def make_group_tiles(
+    dtype: str, GROUP_SIZE: int, weights: Weights, rounding: Rounding, scale_sums: Callable
+) -> Tiles:
     """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
 
     The tiles prefetch the next columns, their scales and zeros: a column of 4096 integers is half a
     page of memory, and hardware prefetchers stop at the end of a page.
     """
-    LANES, HALF = lanes_of(COMPUTE), GROUP_SIZE // 2
-    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    LANES, CODES = lanes_of(COMPUTE), weights.codes
+    of_numbers = digits_of(rounding.bits, LANES, CODES)
     BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
+    CODES_PER_BYTE = of_numbers.codes_per_byte
+    SIZE = GROUP_SIZE // CODES_PER_BYTE
     # Groups in a vector of integers; if a group has several vectors, they share its scale.
-    GROUPS = max(1, BYTES // HALF)
+    GROUPS = max(1, BYTES // SIZE)
     COLUMNS_OF_GROUP = columns_of_sums(LANES)
-    as_bytes, make_factors, CODES = pointer_to("int8"), _make_factors_maker(weights), weights.codes
+    as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(weights)
     row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
     tiles_ahead = make_tiles_ahead()
 
@@ -219,18 +263,18 @@ def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
                 of_groups = shift(scales, padded + group)
                 total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
             digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
-            right, count = shift(right, column * stride), product.depth // 2
+            right, count = shift(right, column * stride), product.depth // CODES_PER_BYTE
             whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
                 prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
-                total = tile_dot_4bit(
+                total = tile_dot_codes(
                     total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
-                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, BITS, CODES,
+                    None, shift(factors, place_of_group(byte // SIZE)), GROUPS, BITS, CODES,
                 )  # fmt: skip
             if whole < count:
-                total = tile_dot_4bit(
+                total = tile_dot_codes(
                     total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
-                    count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS, BITS,
+                    count - whole, shift(factors, place_of_group(whole // SIZE)), GROUPS, BITS,
                     CODES,
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
@@ -238,17 +282,18 @@ def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
         return tile
 
     def regions(depth: Any) -> dict[str, Any]:
-        # Each group, of at least 32 steps (16 elements of a row), has an offset for each column of
-        # a tile and a factor for each sum.
+        # Each group, of at least 32 steps, has an offset for each column of a tile and a factor for
+        # each sum.
         of_row = 2 * min(COLUMNS_OF_ROW, LANES)
         of_group = (min(MOST_OF_GROUP, LANES) + 1) * COLUMNS_OF_GROUP
         most = max(of_row, of_group)
-        return {"factors": (most + 15) // 16 * depth + most * LANES}
+        elements = 32 * of_numbers.places * of_numbers.size // LANE_BYTES
+        return {"factors": (most + elements - 1) // elements * depth + most * LANES}
 
-    copy_row = _make_row_copy(dtype, GROUP_SIZE, CODES)
+    copy_row = _make_row_copy(GROUP_SIZE, of_numbers, CODES, rounding)
     return Tiles(
         COMPUTE, row_size, copy_row, weights.arguments, make_tile, COLUMNS_OF_ROW,
-        COLUMNS_OF_GROUP, regions, _make_mender(GROUP_SIZE, weights),
+        COLUMNS_OF_GROUP, regions, scale_sums,
     )  # fmt: skip
 
 
@@ -259,10 +304,11 @@ def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Call
     their sums, both padded with zeros to whole vectors.
     """
     LANES, BYTES, PER_BYTE = of_numbers.lanes, of_numbers.vector_size, of_numbers.per_byte
+    CODES_PER_BYTE = of_numbers.codes_per_byte
 
     @njit
     def digits_size(depth):
-        return round_up(depth // 2, BYTES) // LANE_BYTES * PER_BYTE
+        return round_up(depth // CODES_PER_BYTE, BYTES) // LANE_BYTES * PER_BYTE
 
     @njit
     def row_size(depth):
@@ -271,16 +317,16 @@ def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Call
     return row_size, digits_size
 
 
-def _make_row_copy(dtype: str, GROUP_SIZE: int, CODES: str) -> Callable:
+def _make_row_copy(GROUP_SIZE: int, of_numbers: Digits, CODES: str, rounding: Rounding) -> Callable:
     """Make ``copy_row(target, source, stride, depth, row_size)``, of adjacent steps.
 
-    A group outside SMALLEST_GROUP and LARGEST_GROUP gets scale 0 and sum NaN, which `_make_mender`
-    detects.
+    A group that cannot be rounded gets scale 0 and sum NaN, which `_make_mender` detects.
     """
-    LANES, HALF, number = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
-    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    LANES, number = of_numbers.lanes, ELEMENTS[COMPUTE].compute
     BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
-    SMALLEST, LARGEST = bits_of_float(SMALLEST_GROUP), bits_of_float(LARGEST_GROUP)
+    SIZE, scale_of = GROUP_SIZE // of_numbers.codes_per_byte, rounding.scale_of
+    SMALLEST, LARGEST = rounding.smallest, rounding.largest
+    LEAST_NAN = SMALLEST if rounding.is_zero_below else 1
     as_bytes, none, not_a_number = pointer_to("int8"), number(0), number(math.nan)
     _, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
 
@@ -293,17 +339,17 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int, CODES: str) -> Callable:
             store(scales, group, none)
             store(sums, group, none)
         for group in range(groups):
-            line, byte = shift(source, group * GROUP_SIZE), group * HALF
+            line, byte = shift(source, group * GROUP_SIZE), group * SIZE
             largest = largest_magnitude(line, GROUP_SIZE, LANES)
             if SMALLEST <= largest <= LARGEST:
-                scale, inverse = scale_of_integers(largest, BITS)
+                scale, inverse = scale_of(largest)
                 place = shift(digits, byte // BYTES * BYTES * PER_BYTE + byte % BYTES)
                 total = store_digits(place, line, GROUP_SIZE, inverse, BITS, LANES, CODES)
                 store(scales, group, scale)
                 store(sums, group, number(total) * scale)
             else:
                 store(scales, group, none)
-                store(sums, group, none if largest == 0 else not_a_number)
+                store(sums, group, none if largest < LEAST_NAN else not_a_number)
 
     return copy_row
 

@@ -39,6 +39,10 @@ REST = 4
 UNROLLED = 4
 
 
+NOTHING_AHEAD = 0
+"""In place of the lines that a product prefetches."""
+
+
 @functools.cache
 def make_next_register_panel(dtype: str) -> Callable:
     """Make ``next_panel(columns)``: the number of columns that the next register tile takes."""
@@ -137,7 +141,7 @@ def make_panel_product(
     LANES = lanes_of(dtypes[0])
     has_rest = ROWS > REST and ROWS * COLUMNS > 2 * REST
     unrolled = UNROLLED if COLUMNS > 1 else 1
-    sums = _make_sum(unrolled, ROW_STRIDE), _make_sum(1), _make_sum(1)
+    sums = make_sum(unrolled, ROW_STRIDE), make_sum(1), make_sum(1)
     heights = (ROWS, REST if has_rest else 1, 1)
     most, some, single = (
         _make_rows(
@@ -176,10 +180,10 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, add_products: Callable) -> C
     return multiply
 
 
-def _make_sum(STEPS: int, ROW_STRIDE: int = 0) -> Callable:
+def make_sum(STEPS: int, ROW_STRIDE: int = 0) -> Callable:
     """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps, ahead)`` of a tile.
 
-    Its loop is unrolled by ``STEPS`` steps. If rows are ``ROW_STRIDE`` apart, which is 0 for none,
+    Its loop is unrolled by ``STEPS`` steps; ``ahead`` is for sums that prefetch. If rows are ``ROW_STRIDE`` apart, which is 0 for none,
     one register has all addresses. Otherwise those of 12 rows leave too few for other numbers: 96
     multiply-adds have up to 211 instructions instead of 157, and a Skylake, which multiplies them
     in 48 cycles, begins 192 in that time.

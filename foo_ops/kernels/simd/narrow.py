@@ -25,6 +25,7 @@ from foo_ops.kernels.simd.types import (
     INT32,
     INT64,
     Vector,
+    bits_of,
     call_intrinsic,
     constant_of,
     emit_fma,
@@ -41,10 +42,14 @@ from foo_ops.kernels.simd.types import (
 # -------------------------------------------------------------------------------------------- pairs
 
 # Multiplies and packs pairs in 32 bits, of bfloat16 (dtype bfloat16x2) or int16 (int16x2): two
-# products at once.
+# products at once; and four bytes in 32 bits (int8x4, uint8x4).
 
 
 PAIRS, INTEGER_PAIRS = "bfloat16x2", "int16x2"
+QUADS, UNSIGNED_QUADS = "int8x4", "uint8x4"
+"""Four bytes in 32 bits. Products are of bytes with a sign and bytes without one."""
+BYTE_OFFSET = 128
+"""Added to bytes with a sign, it makes them bytes without one."""
 UPPER_HALF = 0xFFFF0000
 _INTEGER_DOTS = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}
 
@@ -92,6 +97,33 @@ def emit_integer_pair_fma(
         x, y = builder.ashr(x, half), builder.ashr(y, half)
         total = emit_multiply_add(builder, x, y, total)
     return total
+
+
+def emit_quad_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """Compute total plus the four products of a's bytes with a sign and b's without one.
+
+    Sums wrap around, and never saturate.
+    """
+    lanes = total.type.count
+    if has_byte_dot(lanes):
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+        return call_intrinsic(builder, name, total.type, [total, b, a])
+    # The even and then the odd bytes, as int16: a product of two bytes fits, but not a sum of two.
+    halves = ir.VectorType(INT16, 2 * lanes)
+    a, b = builder.bitcast(a, halves), builder.bitcast(b, halves)
+    eight = constant_of(halves, 8)
+    signed = (builder.ashr(builder.shl(a, eight), eight), builder.ashr(a, eight))
+    unsigned = (builder.and_(b, constant_of(halves, 0xFF)), builder.lshr(b, eight))
+    for first, second in zip(signed, unsigned, strict=True):
+        pairs = builder.bitcast(first, total.type), builder.bitcast(second, total.type)
+        total = emit_integer_pair_fma(builder, *pairs, total)
+    return total
+
+
+def emit_unsigned_bytes(builder: ir.IRBuilder, signed: ir.Value) -> ir.Value:
+    """Add BYTE_OFFSET to each byte of a vector; others than bytes are read as bytes."""
+    word = sum(BYTE_OFFSET << shift for shift in range(0, bits_of(signed.type), 8))
+    return builder.xor(signed, constant_of(signed.type, word))
 
 
 def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
@@ -156,8 +188,8 @@ def second_of_pairs(typing_context, pairs):
 
 # -------------------------------------------------------------------------------------- fixed point
 
-# Numbers as integers of 16 or 24 bits, and their products with weights of 4 bits: integers, or the
-# codes of floating-point numbers, which a table turns into integers.
+# Numbers as integers of 8, 16 or 24 bits, and their products with weights of few bits: integers of
+# 4 or 8 bits, or the codes of floating-point numbers of 4, which a table turns into integers.
 #
 # A number is such an integer times a scale, a power of two that it shares with others. If the
 # processor adds up four products of bytes in a 32-bit lane (VNNI), the integer is stored as digits
@@ -169,9 +201,14 @@ def second_of_pairs(typing_context, pairs):
 MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
 LANE_BYTES = 4
 """Bytes of a lane of integers, in which products are added up."""
-INT4, FLOAT4 = "int4", "float4"
-"""Codes of weights of 4 bits: integers, half a group apart in a byte; or adjacent numbers of E2M1
-(Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3)."""
+INT4, FLOAT4, BYTE = "int4", "float4", "int8"
+"""Codes of weights. Those of 4 bits are integers, half a group apart in a byte; or adjacent numbers
+of E2M1 (Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3). Those of
+8 bits are integers with a sign."""
+CODE_BITS = {INT4: 4, FLOAT4: 4, BYTE: 8}
+SMALLEST_ROUNDED = 2.0**-100
+"""Numbers of 8 bits have a scale of 0 if their largest magnitude is smaller: its inverse would be
+infinite."""
 FLOAT4_ZERO = 12
 # By code, FLOAT4_ZERO plus twice the number: bytes without a sign, for products of bytes.
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -181,28 +218,35 @@ _BYTE_SHUFFLES = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf
 
 @dataclass(frozen=True)
 class Digits:
-    """The layout of numbers that are multiplied by 4-bit integers.
+    """The layout of numbers that are multiplied by integers of few bits.
 
     The digits of one place are in ``parts`` vectors. Each is multiplied by the integers shifted
-    right by 4 more bits: lower and upper integers in turn, of the first and second half of a group.
+    right by ``code_bits`` more bits: with 4, lower and upper integers in turn, of the first and
+    second half of a group.
 
     Attributes:
         bits: the bits of a number.
         lanes: the 32-bit lanes of a vector.
         size: the bytes of a digit.
+        code_bits: the bits of an integer.
     """
 
     bits: int
     lanes: int
     size: int
+    code_bits: int
 
     @property
     def places(self) -> int:
         return -(-self.bits // self.base_bits)
 
     @property
+    def codes_per_byte(self) -> int:
+        return 8 // self.code_bits
+
+    @property
     def parts(self) -> int:
-        return 2 * self.size
+        return self.codes_per_byte * self.size
 
     @property
     def per_byte(self) -> int:
@@ -218,9 +262,10 @@ class Digits:
         return LANE_BYTES * self.lanes
 
 
-def digits_of(bits: int, lanes: int) -> Digits:
-    """Return the fastest layout of 16-bit or 24-bit numbers on the processor."""
-    return Digits(bits, lanes, size=1 if has_byte_dot(lanes) else 2)
+def digits_of(bits: int, lanes: int, codes: str) -> Digits:
+    """Return the fastest layout of numbers of 8, 16 or 24 bits on the processor."""
+    size = 1 if has_byte_dot(lanes) else 2
+    return Digits(bits, lanes, size, CODE_BITS[codes])
 
 
 def bits_of_float(number: float) -> int:
@@ -265,20 +310,100 @@ def scale_of_integers(typing_context, magnitude, bits):
     return types.UniTuple(types.float32, 2)(types.int32, bits), generate
 
 
+@intrinsic
+def scale_of_bytes(typing_context, magnitude):
+    """Return the scale with which numbers up to a magnitude become -127 to 127, and the inverse.
+
+    The magnitude is given by its bits. Below SMALLEST_ROUNDED, the scale is 0. For infinities and
+    NaN it is NaN, with inverse 0.
+    """
+
+    def generate(context, builder, signature, args):
+        def constant(number: float) -> ir.Value:
+            return ir.Constant(FLOAT, number)
+
+        largest, most = builder.bitcast(args[0], FLOAT), constant(127.0)
+        is_small = builder.icmp_signed("<", args[0], INT32(bits_of_float(SMALLEST_ROUNDED)))
+        is_finite = builder.icmp_signed("<", args[0], INT32(bits_of_float(math.inf)))
+        scale = builder.select(is_small, constant(0.0), builder.fdiv(largest, most))
+        scale = builder.select(is_finite, scale, constant(math.nan))
+        inverse = builder.select(is_small, constant(0.0), builder.fdiv(most, largest))
+        inverse = builder.select(is_finite, inverse, constant(0.0))
+        return context.make_tuple(builder, signature.return_type, (scale, inverse))
+
+    return types.UniTuple(types.float32, 2)(types.int32), generate
+
+
+@intrinsic
+def larger_magnitudes(typing_context, largest, vector):
+    """Return the larger of bits and those of a vector's magnitudes, lane by lane."""
+
+    def generate(context, builder, signature, args):
+        words = args[0].type
+        bits = builder.and_(builder.bitcast(args[1], words), constant_of(words, MAGNITUDE))
+        return call_intrinsic(builder, f"llvm.smax.{suffix(words)}", words, [args[0], bits])
+
+    return largest(largest, vector), generate
+
+
+@intrinsic
+def largest_lane(typing_context, vector):
+    """Return the largest of the lanes of a vector of int32."""
+
+    def generate(context, builder, signature, args):
+        name = f"llvm.vector.reduce.smax.{suffix(args[0].type)}"
+        return call_intrinsic(builder, name, INT32, [args[0]])
+
+    return types.int32(vector), generate
+
+
+@intrinsic
+def sum_of_lanes(typing_context, vector):
+    """Return the sum of the lanes of a vector of int32."""
+
+    def generate(context, builder, signature, args):
+        name = f"llvm.vector.reduce.add.{suffix(args[0].type)}"
+        return call_intrinsic(builder, name, INT32, [args[0]])
+
+    return types.int32(vector), generate
+
+
+@intrinsic
+def store_bytes(typing_context, pointer, index, vector, factor):
+    """Round numbers times a factor to integers, ties to even; store bytes and return int32."""
+    result = Vector(types.int32, vector.lanes)
+
+    def generate(context, builder, signature, args):
+        place, start, numbers, scalar = args
+        integers = _round_products(builder, numbers, emit_splat(builder, scalar, vector.lanes))
+        bytes_ = builder.trunc(integers, ir.VectorType(INT8, vector.lanes))
+        address = builder.bitcast(builder.gep(place, [start]), bytes_.type.as_pointer())
+        builder.store(bytes_, address, align=1)
+        return integers
+
+    return result(pointer, types.intp, vector, types.float32), generate
+
+
+def _round_products(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    words = shaped(INT32, numbers.type)
+    name = f"llvm.lrint.{suffix(words)}.{suffix(numbers.type)}"
+    return call_intrinsic(builder, name, words, [builder.fmul(numbers, factors)])
+
+
 @intrinsic(prefer_literal=True)
 def store_digits(typing_context, target, line, count, factor, bits, lanes, codes):
     """Round numbers times a factor to integers, store their digits, and return their sum.
 
-    The layout is that of `Digits`, as `tile_dot_4bit` reads it. If half of ``count`` is less than
-    the bytes of a vector, the digits take part of a vector.
+    The layout is that of `Digits`, as `tile_dot_codes` reads it. If the integers for ``count``
+    numbers are fewer bytes than a vector has, the digits take part of a vector.
     """
-    half = count.literal_value // 2
+    size = count.literal_value * CODE_BITS[codes.literal_value] // 8
     in_pairs = codes.literal_value == FLOAT4
 
     def load_numbers(builder, pointer, index, lanes):
         if not in_pairs:
             return emit_load_vector(builder, line.dtype, pointer, INT64(index), lanes)
-        is_upper, start = divmod(index, half)
+        is_upper, start = divmod(index, size)
         first, second = (
             emit_load_vector(builder, line.dtype, pointer, INT64(2 * start + it), lanes)
             for it in (0, lanes)
@@ -287,16 +412,15 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes, codes
 
     def generate(context, builder, signature, args):
         target_pointer, line_pointer, _, scalar, *_ = args
-        digits = digits_of(bits.literal_value, lanes.literal_value)
+        digits = digits_of(bits.literal_value, lanes.literal_value, codes.literal_value)
         words, vector_size = ir.VectorType(INT32, digits.lanes), digits.vector_size
         total, factors = ir.Constant(words, None), emit_splat(builder, scalar, words.count)
-        for index in range(0, 2 * half, words.count):
+        for index in range(0, count.literal_value, words.count):
             number = load_numbers(builder, line_pointer, index, words.count)
-            name = f"llvm.lrint.{suffix(words)}.{suffix(number.type)}"
-            integers = call_intrinsic(builder, name, words, [builder.fmul(number, factors)])
+            integers = _round_products(builder, number, factors)
             total = builder.add(total, integers)
-            vector, inside = divmod(index % half, vector_size)
-            start = (digits.per_byte * vector + index // half) * vector_size + inside
+            vector, inside = divmod(index % size, vector_size)
+            start = (digits.per_byte * vector + index // size) * vector_size + inside
             place = builder.gep(target_pointer, [INT64(start)])
             _store_digits_of_vector(builder, digits, place, integers)
         return call_intrinsic(builder, f"llvm.vector.reduce.add.{suffix(words)}", INT32, [total])
@@ -315,7 +439,8 @@ def _store_digits_of_vector(
                 emit_shuffle(builder, rest, rest, some),
                 ir.VectorType(ir.IntType(digits.base_bits), len(some)),
             )
-            start = (place * digits.parts + 2 * offset) * digits.vector_size
+            part = place * digits.parts + digits.codes_per_byte * offset
+            start = part * digits.vector_size
             address = builder.gep(target, [INT64(start)])
             builder.store(numbers, builder.bitcast(address, numbers.type.as_pointer()), align=1)
         # A digit is at least minus half of the base, so the rest is rounded to nearest.
@@ -324,17 +449,18 @@ def _store_digits_of_vector(
 
 
 @intrinsic(prefer_literal=True)
-def tile_dot_4bit(
+def tile_dot_codes(
     typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes
 ):
     """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
 
-    ``codes`` is INT4, or FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``.
+    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, or BYTE for integers
+    plus BYTE_OFFSET.
 
     The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
     adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
     ones of the vector ``i * columns + j``. ``count`` is the number of bytes of b, or None for a
-    whole vector; with FLOAT4, the factors of others must be zeros. Strides are in bytes.
+    whole vector; but with INT4, the factors of others must be zeros. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
@@ -345,6 +471,8 @@ def tile_dot_4bit(
             both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
         else:
             both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
+        if codes.literal_value == BYTE:
+            both = emit_unsigned_bytes(builder, both)
         integers = _split_integers(builder, digits, both)
         if codes.literal_value == FLOAT4:
             integers = [_emit_integers_of_float4(builder, digits, it) for it in integers]
@@ -358,7 +486,7 @@ def tile_dot_4bit(
 
     def generate(context, builder, signature, args):
         result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
-        digits = digits_of(bits.literal_value, lanes)
+        digits = digits_of(bits.literal_value, lanes, codes.literal_value)
         lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
         integers = [load_integers(builder, digits, line, given) for line in lines]
         for row in range(rows):
@@ -375,15 +503,17 @@ def tile_dot_4bit(
 
 
 def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
-    """Return vectors of 4-bit integers, each widened to the size of a digit."""
+    """Return vectors of integers, each widened to the size of a digit."""
+    words = ir.VectorType(INT32, digits.lanes)
+    if digits.parts == 1:
+        return [builder.bitcast(both, words)]
     # No instruction shifts bytes, so 16 bits are shifted.
-    halves = ir.VectorType(INT16, 2 * digits.lanes)
+    halves, bits = ir.VectorType(INT16, 2 * digits.lanes), digits.code_bits
     both, mask = (
         builder.bitcast(both, halves),
-        constant_of(halves, 0x0F0F if digits.size == 1 else 15),
+        constant_of(halves, 0x0F0F if digits.size == 1 else (1 << bits) - 1),
     )
-    shifted = (builder.lshr(both, constant_of(halves, 4 * part)) for part in range(digits.parts))
-    words = ir.VectorType(INT32, digits.lanes)
+    shifted = (builder.lshr(both, constant_of(halves, bits * part)) for part in range(digits.parts))
     return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
 
 
@@ -435,10 +565,8 @@ def _emit_dot(
     builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
     """Add the products of four bytes, or of two digits of two bytes, to each lane."""
-    if digits.size == 2:
-        return emit_integer_pair_fma(builder, integers, digit, total)
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * digits.lanes}"
-    return call_intrinsic(builder, name, total.type, [total, integers, digit])
+    multiply_add = emit_integer_pair_fma if digits.size == 2 else emit_quad_fma
+    return multiply_add(builder, digit, integers, total)
 
 
 # -------------------------------------------------------------------------------------------- limbs
@@ -576,6 +704,32 @@ def unpack_bytes(typing_context, target, source, scale, lanes):
         return context.get_dummy_value()
 
     return types.void(target, source, compute, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def split_codes(typing_context, target, half, source, count, codes):
+    """Store the integers of ``count`` adjacent bytes as bytes without a sign.
+
+    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on. With
+    BYTE, integers get BYTE_OFFSET added.
+    """
+
+    def store(builder, pointer, bytes_):
+        builder.store(bytes_, builder.bitcast(pointer, bytes_.type.as_pointer()), align=1)
+
+    def generate(context, builder, signature, args):
+        target_pointer, distance, source_pointer, *_ = args
+        bytes_ = _load_bytes(builder, source_pointer, count.literal_value)
+        if codes.literal_value == BYTE:
+            store(builder, target_pointer, emit_unsigned_bytes(builder, bytes_))
+            return context.get_dummy_value()
+        lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
+        upper = builder.lshr(bytes_, constant_of(bytes_.type, 4))
+        store(builder, target_pointer, lower)
+        store(builder, builder.gep(target_pointer, [distance]), upper)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, count, codes), generate
 
 
 @intrinsic(prefer_literal=True)

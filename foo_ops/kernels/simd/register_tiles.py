@@ -15,10 +15,17 @@
     tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    the same, with b[j-th row] *
                                             factors[j, 0] in place of b[j-th row]
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
+    tile_dot_bytes(tile, a, a_stride, b, b_stride, count)   tile_dot of int8x4 and int8, with
+                                            BYTE_OFFSET added to b's; ``count`` bytes, or None
+    tile_repeat(pointer, stride, ROWS, COLUMNS, LANES)  tile[i, j] = the vector at i * stride
+    tile_add_scaled(tile, integers, row_scales, row_sums, scales, zeros)    tile[i, j] +=
+                                            (integers[i, j] - row_sums[i] * zeros[j]) *
+                                            row_scales[i] * scales[j], for a tile of integers
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
 If a and b have dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
-instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2.
+instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2, and int8x4 with
+uint8x4.
 """
 
 from __future__ import annotations
@@ -27,10 +34,23 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.simd.memory import emit_load_elements, emit_load_vector
-from foo_ops.kernels.simd.narrow import INTEGER_PAIRS, PAIRS, emit_integer_pair_fma, emit_pair_fma
+from foo_ops.kernels.simd.memory import (
+    emit_load_elements,
+    emit_load_first,
+    emit_load_vector,
+)
+from foo_ops.kernels.simd.narrow import (
+    INTEGER_PAIRS,
+    PAIRS,
+    QUADS,
+    emit_integer_pair_fma,
+    emit_pair_fma,
+    emit_quad_fma,
+    emit_unsigned_bytes,
+)
 from foo_ops.kernels.simd.types import (
     ELEMENTS,
+    FLOAT,
     INT32,
     INT64,
     Tile,
@@ -41,6 +61,7 @@ from foo_ops.kernels.simd.types import (
     emit_shuffle,
     emit_splat,
     narrow,
+    shaped,
     vector_ir,
     widen,
 )
@@ -115,7 +136,12 @@ def _places(builder, tile, stride):
             yield row, column, builder.add(start, offset)
 
 
-_OF_PAIRS = {PAIRS: emit_pair_fma, INTEGER_PAIRS: emit_integer_pair_fma}
+_OF_PARTS = {
+    PAIRS: emit_pair_fma,
+    INTEGER_PAIRS: emit_integer_pair_fma,
+    QUADS: emit_quad_fma,
+}
+"""Products of elements of several numbers."""
 
 
 @intrinsic(prefer_literal=True)
@@ -123,7 +149,7 @@ def tile_fma(typing_context, tile, a, a_row, a_step, b, b_step, steps):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     is_integer = isinstance(tile.vector.element, types.Integer)
     usual = emit_multiply_add if is_integer else emit_fma
-    multiply_add = _OF_PAIRS.get(a.dtype, usual)
+    multiply_add = _OF_PARTS.get(a.dtype, usual)
 
     def generate(context, builder, signature, args):
         result, a_pointer, row_stride, a_stride, b_pointer, b_stride, _ = args
@@ -237,6 +263,25 @@ def tile_dot_scaled(typing_context, tile, a, a_stride, b, b_stride, factors):
     return tile(tile, a, types.intp, b, types.intp, factors), generate
 
 
+@intrinsic
+def tile_dot_bytes(typing_context, tile, a, a_stride, b, b_stride, count):
+    size, is_whole = 4 * tile.vector.lanes, isinstance(count, types.NoneType)
+
+    def generate(context, builder, signature, args):
+        _, _, _, pointer, stride, given = args
+        words, vectors = vector_ir(tile.vector), []
+        for column in range(tile.columns):
+            place = builder.gep(pointer, [builder.mul(stride, INT64(column))])
+            if is_whole:
+                stored = emit_load_vector(builder, b.dtype, place, INT64(0), size)
+            else:
+                stored = emit_load_first(builder, b.dtype, place, given, size)
+            vectors.append(builder.bitcast(emit_unsigned_bytes(builder, stored), words))
+        return _add_dots(builder, tile, a.dtype, args[:3], vectors)
+
+    return tile(tile, a, types.intp, b, types.intp, count), generate
+
+
 def _load_rows(builder, tile, b, pointer, stride) -> list[ir.Value]:
     """Load a vector of each row of b, one for each column of a tile."""
     places = (builder.mul(stride, INT64(column)) for column in range(tile.columns))
@@ -245,7 +290,7 @@ def _load_rows(builder, tile, b, pointer, stride) -> list[ir.Value]:
 
 def _add_dots(builder, tile, dtype, args, vectors) -> ir.Value:
     """Add the products of each row of a, which has a dtype, and each of the vectors."""
-    multiply_add = emit_pair_fma if dtype == PAIRS else emit_fma
+    multiply_add = _OF_PARTS.get(dtype, emit_fma)
     result, pointer, stride = args
     for row in range(tile.rows):
         index = builder.mul(stride, INT64(row))
@@ -258,9 +303,61 @@ def _add_dots(builder, tile, dtype, args, vectors) -> ir.Value:
     return result
 
 
+@intrinsic(prefer_literal=True)
+def tile_repeat(typing_context, pointer, stride, rows, columns, lanes):
+    """Load a vector for each row, the same for all columns."""
+    tile = _tile_type(pointer, rows, columns, lanes)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row in range(tile.rows):
+            index = builder.mul(args[1], INT64(row))
+            value = emit_load_vector(builder, pointer.dtype, args[0], index, tile.vector.lanes)
+            for column in range(tile.columns):
+                result = builder.insert_value(result, value, row * tile.columns + column)
+        return result
+
+    return tile(pointer, types.intp, rows, columns, lanes), generate
+
+
+@intrinsic
+def tile_add_scaled(typing_context, tile, integers, row_scales, row_sums, scales, zeros):
+    """Add integers to a tile, without the zeros of b and scaled.
+
+    The integers are at most 2**24, so that they and their differences from a multiple of an
+    integer zero are exact in float32.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+
+    def generate(context, builder, signature, args):
+        result, values, scale_of_row, sum_of_row, *of_columns = args
+        vectors = [
+            [
+                emit_load_vector(builder, "float32", it, INT64(column * lanes), lanes)
+                for it in of_columns
+            ]
+            for column in range(columns)
+        ]
+        for row in range(rows):
+            scale, total = (
+                emit_splat(builder, builder.load(builder.gep(it, [INT64(row)])), lanes)
+                for it in (scale_of_row, sum_of_row)
+            )
+            for column, (scales_of, zeros_of) in enumerate(vectors):
+                position = row * columns + column
+                number = builder.sitofp(builder.extract_value(values, position), scale.type)
+                number = emit_fma(builder, builder.fneg(zeros_of), total, number)
+                before = builder.extract_value(result, position)
+                after = emit_fma(builder, number, builder.fmul(scale, scales_of), before)
+                result = builder.insert_value(result, after, position)
+        return result
+
+    return tile(tile, integers, row_scales, row_sums, scales, zeros), generate
+
+
 @intrinsic
 def tile_store_sums(typing_context, tile, pointer, stride):
-    """Store the sum of each vector's lanes."""
+    """Store the sum of each vector's lanes; those of integers are converted to the pointer's."""
     lanes, columns = tile.vector.lanes, tile.columns
 
     def generate(context, builder, signature, args):
@@ -278,6 +375,8 @@ def tile_store_sums(typing_context, tile, pointer, stride):
             places = [place * lanes // size for place in range(first, first + columns)]
             following = parts[min(part + 1, len(parts) - 1)]
             stored = emit_shuffle(builder, parts[part], following, places)
+            if isinstance(tile.vector.element, types.Integer):
+                stored = builder.sitofp(stored, shaped(FLOAT, stored.type))
             address = builder.gep(args[1], [builder.mul(args[2], INT64(row))])
             address = builder.bitcast(address, stored.type.as_pointer())
             builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
@@ -310,4 +409,5 @@ def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.
     upper = [lane & distance for lane in range(count)]
     own = [lane + count if up else lane for lane, up in enumerate(upper)]
     other = [lane + count - distance if up else lane + distance for lane, up in enumerate(upper)]
-    return builder.fadd(emit_shuffle(builder, a, b, own), emit_shuffle(builder, a, b, other))
+    add = builder.add if isinstance(a.type.element, ir.IntType) else builder.fadd
+    return add(emit_shuffle(builder, a, b, own), emit_shuffle(builder, a, b, other))

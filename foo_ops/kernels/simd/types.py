@@ -92,7 +92,7 @@ def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir
 #
 # Some dtypes exist in kernels only. "mask" is a bool that loads as its contribution to a score: 0
 # if true, else -infinity. "bfloat16x2" and "int16x2" are pairs in 32 bits, which are loaded and
-# stored without conversion and multiplied by tile_fma; "int8x4" is four bytes for a matrix unit.
+# stored without conversion and multiplied by tile_fma; "int8x4" and "uint8x4" are four bytes.
 # "float8_e4m3fn" is loaded and stored as a byte, and converted by `emit_numbers_of_bytes`.
 
 
@@ -131,6 +131,7 @@ ELEMENTS = {
     "bfloat16x2": Element(INT32, 4, types.int32, parts=2),
     "int16x2": Element(INT32, 4, types.int32, parts=2),
     "int8x4": Element(INT32, 4, types.int32, parts=4),
+    "uint8x4": Element(INT32, 4, types.int32, parts=4),
     "mask": Element(INT8, 1, types.float32),
     "float8_e4m3fn": Element(INT8, 1, types.uint8),
     "complex32": Element(ir.ArrayType(HALF, 2), 4, types.complex64),

@@ -369,6 +369,33 @@ def special_quantized(make: Maker, dtype: torch.dtype) -> Sample:
     return sample
 
 
+def rounded(make: Maker) -> Maker:
+    """Make a call that rounds rows to 8 bits."""
+
+    def make_rounded(dtype: torch.dtype) -> Sample:
+        sample = make(dtype)
+        return Sample(sample.inputs, {**sample.keywords, "activations": 8})
+
+    return make_rounded
+
+
+def special_rounded(make: Maker) -> Maker:
+    """Make infinities and NaN, zeros, and rows and groups of tiny and of huge numbers."""
+
+    def make_special(dtype: torch.dtype) -> Sample:
+        sample = make(dtype)
+        input, _, scale, *_ = sample.inputs
+        input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
+        input[-1] = 0
+        input[1] *= 2.0**-110
+        input[3, :5] *= 2.0**12
+        scale[6] = torch.nan
+        scale[2] = 0
+        return sample
+
+    return rounded(make_special)
+
+
 # ------------------------------------------------------------------------ quantised weights, errors
 
 
@@ -378,7 +405,7 @@ def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
     if scale.dtype == torch.uint8:
         value = reference.numbers_of_mxfp4(weight, scale)
         return value, value.abs()
-    if not sample.keywords:
+    if "group_size" not in sample.keywords:
         weight = numbers_of_bytes(weight)
         factors = scale.detach()
         value = reference.numbers_of_int8(weight, factors[:, None] if scale.dim() == 1 else factors)
@@ -403,10 +430,22 @@ def error_of_rounded(left: Tensor, right: Tensor, equation: str, dtype: torch.dt
     return roundoff(dtype) * torch.minimum(all_terms, 8 * squares.sqrt())
 
 
+def with_rounded_rows(sample: Sample) -> Sample:
+    """Return a call that computes the same with rows as they are: the rows after their rounding."""
+    options = dict(sample.keywords)
+    if options.pop("activations", None) is None:
+        return sample
+    input, weight, scale, *others = sample.inputs
+    groups = scale.shape[1] if scale.dim() == 2 else 1
+    rows = reference.rows_of_8_bits(input.detach(), groups).requires_grad_(input.requires_grad)
+    return Sample((rows, weight, scale, *others), options)
+
+
 def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    sample = with_rounded_rows(sample)
     input = sample.inputs[0]
     value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
-    bias = sample.inputs[4 if sample.keywords else 3 :]
+    bias = sample.inputs[4 if "group_size" in sample.keywords else 3 :]
     has_groups = sample.inputs[2].dim() == 2
     total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
     # Three more terms for a weight, or for the scale of a sum.
@@ -418,6 +457,7 @@ def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
 
 def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
     """Bound the errors of the gradients of tensors that require one."""
+    sample = with_rounded_rows(sample)
     input, integers, scale, *others = (
         it.detach() if isinstance(it, Tensor) else it for it in sample.inputs
     )
@@ -433,7 +473,7 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
     terms = rows + depth + 3
     if scale.dtype == torch.uint8:
         pass  # exponents have no gradients
-    elif sample.keywords:
+    elif "group_size" in sample.keywords:
         size = sample.keywords["group_size"]
         one, (zero, *others) = torch.ones_like(scale), others
         steps = reference.numbers_of_int4(integers, one, zero, size)
@@ -462,7 +502,7 @@ def reference_of(sample: Sample) -> Callable[..., Tensor]:
     _, weight, scale, *_ = sample.inputs
     if scale.dtype == torch.uint8:
         return reference.linear_mxfp4
-    if sample.keywords:
+    if "group_size" in sample.keywords:
         return reference.linear_int4
     return reference.linear_fp8 if weight.dtype == torch.uint8 else reference.linear_int8
 
@@ -501,6 +541,70 @@ LINEAR_INT8 = OpSpec(
     essential=("size1", "size7", "no bias", "groups"),
     in_layouts=("size7", "no bias", "few rows", "groups"),
     large=int8_sample("large", (301,), 600, 333),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
+)
+
+# Rows of float64 are not rounded to 8 bits.
+ROUNDED_DTYPES = tuple(it for it in DTYPES if it != torch.float64)
+
+LINEAR_INT8_ACTIVATIONS = OpSpec(
+    operator=torch.ops.foo.linear_int8.default,
+    reference=reference.linear_int8,
+    dtypes=ROUNDED_DTYPES,
+    sized=lambda dtype, size: rounded(int8_sample("sized", (2, size), size + 3, size + 1))(dtype),
+    samples={
+        "vector": rounded(int8_sample("vector", (), 19, 33)),
+        "no bias": rounded(int8_sample("no bias", (3, 4), 35, 18, has_bias=False)),
+        "no depth": rounded(int8_sample("no depth", (3,), 0, 5)),
+        "no depth of many rows": rounded(int8_sample("no depth", (13,), 0, 5)),
+        "no columns": rounded(int8_sample("no columns", (3,), 5, 0)),
+        "one row": rounded(int8_sample("one row", (1,), 1029, 131)),
+        "few rows": rounded(int8_sample("few rows", (5,), 515, 70)),
+        "several sections": rounded(int8_sample("several sections", (61,), 1101, 75)),
+        "special values": special_rounded(int8_sample("special", (9,), 21, 20)),
+        "special values of few rows": special_rounded(int8_sample("few", (7,), 21, 20)),
+        "groups": rounded(int8_groups_sample("groups", (2, 7), 3, 18)),
+        "groups, no bias": rounded(int8_groups_sample("no", (3, 4), 1, 9, has_bias=False)),
+        "groups, one row": rounded(int8_groups_sample("one row", (1,), 33, 131)),
+        "groups of 64, one row": rounded(int8_groups_sample("64", (1,), 9, 70, group_size=64)),
+        "groups of 128, few rows": rounded(int8_groups_sample("few", (5,), 9, 70, group_size=128)),
+        "groups of 128, sections": rounded(int8_groups_sample("128", (61,), 9, 75, group_size=128)),
+        "special values of groups": special_rounded(int8_groups_sample("special", (9,), 2, 20)),
+        "special values of groups of few rows": special_rounded(
+            int8_groups_sample("few", (7,), 2, 20)
+        ),
+    },
+    essential=("size1", "size7", "no bias", "groups"),
+    in_layouts=("size7", "no bias", "few rows", "groups"),
+    large=rounded(int8_sample("large", (301,), 600, 333)),
+    output_budget=quantized_budget,
+    gradient_budget=quantized_gradient_budget,
+)
+
+LINEAR_INT4_ACTIVATIONS = OpSpec(
+    operator=torch.ops.foo.linear_int4.default,
+    reference=reference.linear_int4,
+    dtypes=ROUNDED_DTYPES,
+    sized=lambda dtype, size: rounded(int4_sample("sized", (2, size), 1 + size // 6, size + 1))(
+        dtype
+    ),
+    samples={
+        "vector": rounded(int4_sample("vector", (), 1, 33)),
+        "no bias": rounded(int4_sample("no bias", (3, 4), 1, 9, has_bias=False)),
+        "no depth": rounded(int4_sample("no depth", (3,), 0, 5)),
+        "no columns": rounded(int4_sample("no columns", (3,), 2, 0)),
+        "one row": rounded(int4_sample("one row", (1,), 33, 131)),
+        "one row, groups of 64": rounded(int4_sample("64", (1,), 9, 41, group_size=64)),
+        "few rows, groups of 128": rounded(int4_sample("128", (5,), 5, 70, group_size=128)),
+        "several sections": rounded(int4_sample("several", (61,), 9, 75, group_size=128)),
+        "many rows, groups of 64": rounded(int4_sample("many", (41,), 9, 75, group_size=64)),
+        "special values": special_rounded(int4_sample("special", (9,), 2, 20)),
+        "special values of few rows": special_rounded(int4_sample("few", (7,), 2, 20)),
+    },
+    essential=("size1", "size7", "no bias"),
+    in_layouts=("size7", "no bias", "few rows, groups of 128"),
+    large=rounded(int4_sample("large", (301,), 10, 333, group_size=64)),
     output_budget=quantized_budget,
     gradient_budget=quantized_gradient_budget,
 )

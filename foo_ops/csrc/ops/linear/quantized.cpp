@@ -6,6 +6,7 @@
 #include "launch/kernel_table.h"
 #include "launch/registration.h"
 #include "launch/symbols.h"
+#include "ops/linear/integer.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/product.h"
 
@@ -57,23 +58,6 @@ void check_pairs(const char* name, const at::Tensor& input, const at::Tensor& we
                  "two columns of input");
 }
 
-// Kernels need contiguous rows of weights, scales and zeros; those for few rows also of the input.
-at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
-  return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
-}
-
-// The few-rows kernels that are compiled for each group size.
-struct GroupKernels {
-  Kernel of_32, of_64, of_128;
-
-  explicit GroupKernels(const std::string& name)
-      : of_32(name + ".32"), of_64(name + ".64"), of_128(name + ".128") {}
-
-  Kernel& of(int64_t group_size) {
-    return group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128;
-  }
-};
-
 // The kernels of weights of 8 bits.
 struct ByteKernels {
   Kernel few_rows, product, product_of_groups;
@@ -114,21 +98,34 @@ at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& w
   return output;
 }
 
-template <void (*check)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                        const OptionalTensor&)>
-at::Tensor linear_8bit(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias) {
-  check(input, weight, scale, bias);
-  return multiply_quantized(
-      input,
-      make_quantized_weights(weight, scale, std::nullopt, group_size_of_bytes(weight, scale)),
-      bias);
+at::Tensor multiply(const at::Tensor& input, const QuantizedWeights& weights,
+                    const OptionalTensor& bias, std::optional<int64_t> activations) {
+  return activations.has_value() ? multiply_integers(input, weights, bias)
+                                 : multiply_quantized(input, weights, bias);
+}
+
+QuantizedWeights weights_of_bytes(const at::Tensor& weight, const at::Tensor& scale) {
+  return make_quantized_weights(weight, scale, std::nullopt, group_size_of_bytes(weight, scale));
+}
+
+at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                       const OptionalTensor& bias, std::optional<int64_t> activations) {
+  check_linear_int8(input, weight, scale, bias, activations);
+  return multiply(input, weights_of_bytes(weight, scale), bias, activations);
+}
+
+at::Tensor linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                      const OptionalTensor& bias) {
+  check_linear_fp8(input, weight, scale, bias);
+  return multiply_quantized(input, weights_of_bytes(weight, scale), bias);
 }
 
 at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size) {
-  check_linear_int4(input, weight, scale, zero, bias, group_size);
-  return multiply_quantized(input, make_quantized_weights(weight, scale, zero, group_size), bias);
+                       const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size,
+                       std::optional<int64_t> activations) {
+  check_linear_int4(input, weight, scale, zero, bias, group_size, activations);
+  return multiply(input, make_quantized_weights(weight, scale, zero, group_size), bias,
+                  activations);
 }
 
 at::Tensor linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -159,9 +156,8 @@ int64_t group_size_of_bytes(const at::Tensor& weight, const at::Tensor& scale) {
   return scale.size(-1) == 0 ? 32 : weight.size(-1) / scale.size(-1);
 }
 
-ProductCall<QuantizedProduct> quantized_call(const Product& product,
-                                             const QuantizedWeights& weights, int64_t group,
-                                             at::ScalarType dtype, int64_t least) {
+QuantizedProduct quantized_product(const Product& product, const QuantizedWeights& weights,
+                                   int64_t group) {
   const auto& [weight, scale, zero, group_size] = weights;
   // Strides of a column: the dimension behind that of groups, if there is one.
   const int64_t column = weight.dim() - 2;
@@ -175,11 +171,17 @@ ProductCall<QuantizedProduct> quantized_call(const Product& product,
     quantized.zero = column == 0 ? zero->const_data_ptr() : group_of(*zero, group);
     quantized.zero_column_stride = zero->stride(column);
   }
+  return quantized;
+}
+
+ProductCall<QuantizedProduct> quantized_call(const Product& product,
+                                             const QuantizedWeights& weights, int64_t group,
+                                             at::ScalarType dtype, int64_t least) {
   const bool is_few = product.rows <= kFewRows && product.left_step_stride == 1;
   auto* const kernel = kernel_of(weights, is_few).get<QuantizedFunction>(dtype);
   const Cut cut =
       is_few ? cut_of_few_rows(product, least) : cut_of_blocks(product, dtype, 1, least);
-  return {quantized, kernel, cut};
+  return {quantized_product(product, weights, group), kernel, cut};
 }
 
 namespace {
@@ -209,9 +211,14 @@ void check_8bit(const char* name, const at::Tensor& input, const at::Tensor& wei
 
 }  // namespace
 
+at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
+  return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
+}
+
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias) {
+                       const OptionalTensor& bias, std::optional<int64_t> activations) {
   check_8bit("linear_int8", input, weight, at::kChar, scale, bias, check_like);
+  check_activations("linear_int8", input, activations);
 }
 
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -238,7 +245,8 @@ void check_groups(const char* name, const char* argument, const c10::SymInt& gro
 }
 
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size) {
+                       const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size,
+                       std::optional<int64_t> activations) {
   const char* const name = "linear_int4";
   check_dtype(name, "input", input);
   check_rows(name, "input", input);
@@ -248,6 +256,7 @@ void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   check_of_groups(name, "scale", scale, input, weight, group_size);
   check_of_groups(name, "zero", zero, input, weight, group_size);
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
+  check_activations(name, input, activations);
 }
 
 void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -273,8 +282,8 @@ void check_exponents(const char* name, const char* argument, const at::Tensor& s
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  register_shared_kernel<"foo::linear_int8", &linear_8bit<&check_linear_int8>>(library);
-  register_shared_kernel<"foo::linear_fp8", &linear_8bit<&check_linear_fp8>>(library);
+  register_shared_kernel<"foo::linear_int8", &linear_int8>(library);
+  register_shared_kernel<"foo::linear_fp8", &linear_fp8>(library);
   register_shared_kernel<"foo::linear_int4", &linear_int4>(library);
   register_shared_kernel<"foo::linear_mxfp4", &linear_mxfp4>(library);
 }

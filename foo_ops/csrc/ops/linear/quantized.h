@@ -64,12 +64,31 @@ struct QuantizedWeights {
 // Numbers of MXFP4 that share a scale.
 constexpr int64_t kMxfp4GroupSize = 32;
 
+// The few-rows kernels that are compiled for each group size.
+struct GroupKernels {
+  Kernel of_32, of_64, of_128;
+
+  explicit GroupKernels(const std::string& name)
+      : of_32(name + ".32"), of_64(name + ".64"), of_128(name + ".128") {}
+
+  Kernel& of(int64_t group_size) {
+    return group_size == 32 ? of_32 : group_size == 64 ? of_64 : of_128;
+  }
+};
+
+// Kernels need contiguous rows of weights, scales and zeros; those for few rows also of the input.
+at::Tensor with_adjacent_steps(const at::Tensor& matrix);
+
 // Copies tensors in which steps or groups of a column are not adjacent.
 QuantizedWeights make_quantized_weights(const at::Tensor& weight, const at::Tensor& scale,
                                         const std::optional<at::Tensor>& zero, int64_t group_size);
 
 // Returns the number of steps that share a scale of 8-bit integers, or 0 for one scale per column.
 int64_t group_size_of_bytes(const at::Tensor& weight, const at::Tensor& scale);
+
+// Describes a product for kernels: with the integers of one group if they are of several.
+QuantizedProduct quantized_product(const Product& product, const QuantizedWeights& weights,
+                                   int64_t group);
 
 // Returns the call that multiplies by weights of integers, those of one group if they are of
 // several; cut into at least `least` blocks.
@@ -92,10 +111,10 @@ void check_exponents(const char* name, const char* argument, const at::Tensor& s
 
 // Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const std::optional<at::Tensor>& bias);
+                       const std::optional<at::Tensor>& bias, std::optional<int64_t> activations);
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const std::optional<at::Tensor>& bias,
-                       int64_t group_size);
+                       int64_t group_size, std::optional<int64_t> activations);
 // Weights are codes of float8_e4m3fn; scales are of the compute type.
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                       const std::optional<at::Tensor>& bias);

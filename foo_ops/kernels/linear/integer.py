@@ -1,0 +1,592 @@
+"""Products of integers: rows are rounded to 8 bits, and multiplied by weights of 8 or 4 bits.
+
+A row is ``integers * scale``, with a scale for the row, or for each group of steps if the weights
+have groups: the largest magnitude / 127. An element of the output is the sum, over cuts of the
+depth, of
+
+    sum(integers * weights - zero * integers) * scale of the row * scale of the column.
+
+A cut is a group, or a section of the depth without groups. The first sum is exact: it adds up
+products of bytes in 32 bits. One of the bytes has no sign, as VNNI wants it: weights of 4 bits have
+none, and those of 8 bits get BYTE_OFFSET added, which is their zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+from numba.core import types
+
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.processor import use_matrix_unit
+from foo_ops.kernels.lang.scratch import Scratch, Struct, larger, make_kernel_with_scratch
+from foo_ops.kernels.linear.few_rows import (
+    Tiles,
+    columns_of_group,
+    columns_of_row,
+    make_few_rows_kernel,
+    make_tiles_ahead,
+)
+from foo_ops.kernels.linear.packing import make_share_prefetcher
+from foo_ops.kernels.linear.product import (
+    BLOCK,
+    NOTHING,
+    describe_lines,
+    leave_sums,
+    make_writer,
+    quantized_argument_types,
+)
+from foo_ops.kernels.linear.quantized import (
+    COMPUTE,
+    Rounding,
+    Weights,
+    int4_weights,
+    make_group_tiles,
+)
+from foo_ops.kernels.products.on_amx import (
+    GROUP,
+    TILE_MULTIPLE,
+    make_amx_products_of_bytes,
+    nothing,
+)
+from foo_ops.kernels.products.on_vectors import NOTHING_AHEAD, make_sum
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import (
+    address_of,
+    load,
+    load_first,
+    load_vector,
+    pointer_to,
+    prefetch,
+    prefetch_vectors,
+    shift,
+    store,
+)
+from foo_ops.kernels.simd.narrow import (
+    BYTE,
+    BYTE_OFFSET,
+    CODE_BITS,
+    INT4,
+    LANE_BYTES,
+    QUADS,
+    SMALLEST_ROUNDED,
+    UNSIGNED_QUADS,
+    bits_of_float,
+    larger_magnitudes,
+    largest_lane,
+    scale_of_bytes,
+    split_codes,
+    store_bytes,
+    sum_of_lanes,
+)
+from foo_ops.kernels.simd.register_tiles import (
+    tile_add_scaled,
+    tile_dot_bytes,
+    tile_load,
+    tile_repeat,
+    tile_store,
+    tile_store_sums,
+    tile_zero,
+)
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer, lanes_of
+
+LARGEST_FINITE = 0x7F7F_FFFF
+"""Bits of the largest finite float32."""
+SMALLEST_CUT = 32
+PADDING = 64
+"""Multiple of the steps of a cut that has no group: a row of a matrix unit's register."""
+BAND, VECTORS, REST = 6, 2, 2
+"""Rows and vectors of a register tile, and rows of those behind the last whole one, which end with
+the rows. 12 sums of integers hide the latency of products, and leave registers for as many sums of
+float32: with 12 rows, a Zen 4 takes 1.07 times as long."""
+ROWS_OF_UNIT = 4
+"""Rows of the tiles that add a matrix unit's integers to sums of float32."""
+UNROLLED = 2
+"""Steps per iteration. With 4, LLVM loads all rows first and moves them to the stack: a Zen 4
+takes 1.5 times as long."""
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+# Rounds rows to bytes.
+
+
+def rounding_to_bytes() -> Rounding:
+    smallest = bits_of_float(SMALLEST_ROUNDED)
+    return Rounding(8, scale_of_bytes, smallest, LARGEST_FINITE, is_zero_below=True)
+
+
+def _make_largest() -> Callable:
+    """Make ``largest(line, count)``: the bits of the largest of adjacent magnitudes."""
+    LANES = lanes_of(COMPUTE)
+
+    @njit
+    def largest(line, count):
+        found, whole = splat(types.int32(0), LANES), count // LANES * LANES
+        for step in range(0, whole, LANES):
+            found = larger_magnitudes(found, load_vector(line, step, LANES))
+        if whole < count:
+            found = larger_magnitudes(found, load_first(line, whole, count - whole, LANES))
+        return largest_lane(found)
+
+    return largest
+
+
+def _make_byte_rounder() -> Callable:
+    """Make ``round_bytes(target, line, count, padded, factor)``, which returns the integers' sum.
+
+    It writes ``padded`` bytes, a multiple of LANES.
+    """
+    LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
+
+    @njit
+    def round_bytes(target, line, count, padded, factor):
+        total, whole = splat(types.int32(0), LANES), count // LANES * LANES
+        for step in range(0, whole, LANES):
+            total = total + store_bytes(target, step, load_vector(line, step, LANES), factor)
+        if whole < count:
+            rest = load_first(line, whole, count - whole, LANES)
+            total = total + store_bytes(target, whole, rest, factor)
+        for step in range(round_up(count, LANES), padded, LANES):
+            store_bytes(target, step, splat(none, LANES), none)
+        return sum_of_lanes(total)
+
+    return round_bytes
+
+
+def rows_argument_types(dtype: str) -> tuple[Any, ...]:
+    """The struct IntegerRows of foo_ops/csrc/ops/linear/integer.h, and a block of its rows."""
+    number, numbers = types.int64, Pointer(COMPUTE)
+    fields = (
+        *(("rows", number), ("depth", number), ("source", Pointer(dtype)), ("row_stride", number)),
+        *(("group_size", number), ("section", number), ("padded_rows", number)),
+        *(("integers", Pointer("int8")), ("scales", numbers), ("sums", numbers)),
+    )
+    return Struct("IntegerRows", fields), BLOCK, numbers, Pointer("int64")
+
+
+def make_rows_kernel(dtype: str) -> Kernel:
+    """Make the kernel that rounds rows to bytes, with their scales and the sums of each cut."""
+    largest, round_bytes = _make_largest(), _make_byte_rounder()
+    number = ELEMENTS[COMPUTE].compute
+
+    @njit
+    def sizes_of_block(rows, block):
+        return (rows.depth,)
+
+    def describe(depth: Any) -> dict[str, Any]:
+        return {}
+
+    def round_block(rows, block, memory):
+        depth, section = rows.depth, rows.section
+        size = section if rows.group_size == 0 else rows.group_size
+        for row in range(block.row_start, block.row_stop):
+            line = shift(rows.source, row * rows.row_stride)
+            scale, inverse = scale_of_bytes(largest(line, depth))
+            for start in range(0, depth, size):
+                count = min(size, depth - start)
+                padded = count if rows.group_size != 0 else round_up(count, PADDING)
+                if rows.group_size != 0:
+                    scale, inverse = scale_of_bytes(largest(shift(line, start), count))
+                place = (start // section * rows.padded_rows + row) * section + start % section
+                total = round_bytes(
+                    shift(rows.integers, place), shift(line, start), count, padded, inverse
+                )
+                factor = start // size * rows.padded_rows + row
+                store(rows.scales, factor, scale)
+                store(rows.sums, factor, number(total))
+
+    layout = Scratch(COMPUTE, sizes_of_block, describe)
+    return make_kernel_with_scratch(round_block, layout, rows_argument_types(dtype))
+
+
+# --------------------------------------------------------------------------------------- few rows
+
+
+def make_int8_few_rows_kernel(dtype: str, group_size: int | None = None) -> Kernel:
+    """Make the kernel for few rows and 8-bit integers, with a scale per column or per group."""
+    if group_size is None:
+        return make_few_rows_kernel(dtype, _make_row_tiles)
+    return _make_group_kernel(dtype, group_size, _int8_weights)
+
+
+def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
+    """Make the kernel for few rows and 4-bit integers."""
+    return _make_group_kernel(dtype, group_size, int4_weights)
+
+
+def _make_group_kernel(
+    dtype: str, group_size: int, weights_of: Callable[[str, int], Weights]
+) -> Kernel:
+    def make_tiles(dtype: str) -> Tiles:
+        weights = weights_of(dtype, group_size)
+        return make_group_tiles(dtype, group_size, weights, rounding_to_bytes(), leave_sums)
+
+    return make_few_rows_kernel(dtype, make_tiles)
+
+
+def _int8_weights(dtype: str, GROUP_SIZE: int) -> Weights:
+    """Read integers of 8 bits, with a scale for each group."""
+    LANES, offset = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(BYTE_OFFSET)
+
+    @njit
+    def load_groups(product, column, group, groups):
+        scales = shift(product.scale, column * product.scale_column_stride)
+        if group + LANES <= groups:
+            return load_vector(scales, group, LANES), splat(offset, LANES)
+        return load_first(scales, group, groups - group, LANES), splat(offset, LANES)
+
+    @njit
+    def prefetch_groups(product, column, group):
+        prefetch(product.scale, column * product.scale_column_stride + group)
+
+    arguments = quantized_argument_types(dtype, "int8")
+    return Weights(BYTE, arguments, load_groups, prefetch_groups, load_pair=None)
+
+
+def _make_row_tiles(dtype: str) -> Tiles:
+    """Make tiles of rows that have been copied as bytes, for weights with a scale per column.
+
+    The bytes of a row, padded to whole vectors, are followed by the vector with which its sums of
+    integers begin, and by its scale.
+    """
+    LANES = lanes_of(COMPUTE)
+    BYTES = LANE_BYTES * LANES
+    as_bytes, as_quads = pointer_to("int8"), pointer_to(QUADS)
+    as_integers = pointer_to("int32")
+    largest, round_bytes, tiles_ahead = _make_largest(), _make_byte_rounder(), make_tiles_ahead()
+
+    @njit
+    def row_size(depth):
+        return round_up(depth, BYTES) // LANE_BYTES + 2 * LANES
+
+    @njit
+    def copy_row(target, source, stride, depth, row_size):
+        scale, inverse = scale_of_bytes(largest(source, depth))
+        padded = round_up(depth, BYTES)
+        total = round_bytes(as_bytes(address_of(target)), source, depth, padded, inverse)
+        tail = shift(target, padded // LANE_BYTES)
+        begin = as_integers(address_of(tail))
+        store(begin, 0, splat(types.int32(0), LANES))
+        store(begin, 0, types.int32(-BYTE_OFFSET * total))
+        store(tail, LANES, scale)
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column):
+            stride = product.right_column_stride
+            right = shift(right, column * stride)
+            rows, begin = as_quads(address_of(left)), shift(left, depth - 2 * LANES)
+            total = tile_repeat(as_integers(address_of(begin)), depth, ROWS, COLUMNS, LANES)
+            ahead = COLUMNS * stride * tiles_ahead(COLUMNS * stride)
+            whole = product.depth // BYTES * BYTES
+            for step in range(0, whole, BYTES):
+                prefetch_vectors(right, ahead + COLUMNS * step, BYTES, COLUMNS)
+                total = tile_dot_bytes(
+                    total, shift(rows, step // LANE_BYTES), depth, shift(right, step), stride, None
+                )
+            if whole < product.depth:
+                total = tile_dot_bytes(
+                    total, shift(rows, whole // LANE_BYTES), depth, shift(right, whole), stride,
+                    product.depth - whole,
+                )  # fmt: skip
+            tile_store_sums(total, sums, width)
+
+        return tile
+
+    return Tiles(
+        COMPUTE, row_size, copy_row, quantized_argument_types(dtype, "int8"), make_tile,
+        columns_of_row(True), columns_of_group(LANES, False), lambda depth: {},
+        _make_scaler(row_size),
+    )  # fmt: skip
+
+
+def _make_scaler(row_size: Callable) -> Callable:
+    """Make ``scale_sums(product, block, memory, width, panel)`` for rows of `_make_row_tiles`."""
+    LANES, copy_row = lanes_of(COMPUTE), make_copy_row(COMPUTE)
+
+    @njit
+    def scale_sums(product, block, memory, width, panel):
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
+        stride, size = product.scale_column_stride, row_size(product.depth)
+        scales = shift(product.scale, block.column_start * stride)
+        copy_row(memory.bias, scales, stride, columns, round_up(columns, LANES))
+        for row in range(rows):
+            scale = splat(load(memory.left, (row + 1) * size - LANES), LANES)
+            sums = shift(memory.sums, row * width)
+            for column in range(0, columns, LANES):
+                factor = scale * load_vector(memory.bias, column, LANES)
+                store(sums, column, load_vector(sums, column, LANES) * factor)
+
+    return scale_sums
+
+
+# -------------------------------------------------------------------------------------- many rows
+
+
+def integer_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
+    """The struct IntegerProduct of foo_ops/csrc/ops/linear/integer.h, and what else a kernel takes.
+
+    The left matrix are bytes, and all other numbers of the output's dtype.
+    """
+    product, *others = quantized_argument_types(dtype, stored)
+    numbers = Pointer(COMPUTE)
+    fields = (
+        *(product.fields | {"left": Pointer("int8")}).items(),
+        *(("padded_rows", types.int64), ("row_scales", numbers), ("row_sums", numbers)),
+    )
+    return Struct("IntegerProduct", fields), *others
+
+
+def make_int8_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and 8-bit integers."""
+    return _make_product_kernel(dtype, "int8", BYTE)
+
+
+def make_int4_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and 4-bit integers."""
+    return _make_product_kernel(dtype, "uint8", INT4)
+
+
+def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
+    """Make the kernel that multiplies integer rows, in sections of the depth.
+
+    A panel of columns is packed as bytes, four steps of a column in 32 bits, and multiplied by all
+    rows of the block. Sums of integers stay in registers for a cut, and are then added to sums of
+    float32. A matrix unit takes cuts of whole registers, which groups of 32 are not.
+    """
+    LANES, on_unit = lanes_of(COMPUTE), use_matrix_unit()
+    ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
+    WIDTH = TILE_MULTIPLE if on_unit else VECTORS * LANES
+    PER_BYTE = 8 // CODE_BITS[CODES]
+    fill, write = make_fill(COMPUTE), make_writer(dtype)
+    pack_panel = _make_panel_packer(CODES, WIDTH)
+    multiply_band, multiply_rest = (_make_band(ROWS, WIDTH) for ROWS in (BAND, REST))
+    multiply_on_unit, begin_products, end_products = _make_unit_band(WIDTH)
+    prefetch_share = make_share_prefetcher("uint8")
+    as_quads, as_panel = pointer_to(QUADS), pointer_to(UNSIGNED_QUADS)
+
+    @njit
+    def sizes_of_block(product, block):
+        rows = round_up(block.row_stop - block.row_start, ROW_MULTIPLE)
+        columns = round_up(block.column_stop - block.column_start, WIDTH)
+        section = product.left_row_stride
+        return rows, columns, section // LANE_BYTES, section // SMALLEST_CUT
+
+    def describe(rows: Any, columns: Any, quads: Any, cuts: Any) -> dict[str, Any]:
+        return {
+            "panel": WIDTH * quads,
+            "strip": LANES * quads,
+            "scales": WIDTH * cuts,
+            "zeros": WIDTH * cuts,
+            **({"products": TILE_MULTIPLE * WIDTH} if on_unit else {}),
+            "sums": rows * columns,
+            "bias": larger(rows, columns) + LANES,
+            **describe_lines(COMPUTE, NOTHING),
+        }
+
+    @njit
+    def prefetch_next(product, block, start, column, share, shares):
+        """Prefetch a share of the next panel into L2."""
+        next_start, next_column = start, column + WIDTH
+        if block.column_start + next_column >= block.column_stop:
+            next_start, next_column = start + product.left_row_stride, 0
+        if next_start >= product.depth:
+            return
+        first = block.column_start + next_column
+        count = min(product.left_row_stride, product.depth - next_start) // PER_BYTE
+        place = first * product.right_column_stride + next_start // PER_BYTE
+        prefetch_share(
+            shift(product.right, place), product.right_column_stride, 1,
+            min(WIDTH, block.column_stop - first), count, share, shares,
+        )  # fmt: skip
+
+    @njit
+    def add_panel(product, block, memory, sums, start, column):
+        """Add the products of a section and a panel, band by band."""
+        section = product.left_row_stride
+        rows, _, _, _ = sizes_of_block(product, block)
+        first_row = start // section * product.padded_rows + block.row_start
+        left, panel = shift(product.left, first_row * section), as_panel(address_of(memory.panel))
+        quads = as_quads(address_of(left))
+        if on_unit and product.group_size % PADDING == 0:
+            for row in range(0, rows, TILE_MULTIPLE):
+                multiply_on_unit(product, block, memory, sums, quads, panel, start, row)
+            return
+        bands = rows // BAND
+        for band in range(bands):
+            prefetch_next(product, block, start, column, band, bands)
+            multiply_band(product, block, memory, sums, quads, panel, start, band * BAND)
+        for row in range(bands * BAND, rows, REST):
+            multiply_rest(product, block, memory, sums, quads, panel, start, row)
+
+    def compute_block(product, block, memory):
+        (rows, columns, _, _), section = sizes_of_block(product, block), product.left_row_stride
+        fill(memory.sums, rows * columns, 0.0)
+        begin_products()
+        for start in range(0, product.depth, section):
+            for column in range(0, columns, WIDTH):
+                pack_panel(product, memory, start, block.column_start + column, block.column_stop)
+                add_panel(product, block, memory, shift(memory.sums, column * rows), start, column)
+        end_products()
+        write(product, block, memory, memory.sums, WIDTH, rows * WIDTH, 0)
+
+    layout = Scratch(COMPUTE, sizes_of_block, describe)
+    return make_kernel_with_scratch(compute_block, layout, integer_argument_types(dtype, stored))
+
+
+def _make_band(ROWS: int, WIDTH: int) -> Callable:
+    """Make ``multiply_band(product, block, memory, sums, quads, panel, start, row)``.
+
+    It adds the products of ``ROWS`` rows and a panel.
+    """
+    LANES, add_products = lanes_of(COMPUTE), make_sum(UNROLLED)
+    as_integers, add_scaled = pointer_to("int32"), _make_scaled_adder(WIDTH)
+
+    @njit
+    def multiply_band(product, block, memory, sums, quads, panel, start, row):
+        stride = product.left_row_stride // LANE_BYTES
+        left, size = shift(quads, row * stride), size_of_cut(product)
+        stop = min(start + product.left_row_stride, product.depth)
+        for column in range(0, WIDTH, VECTORS * LANES):
+            target = shift(sums, row * WIDTH + column)
+            result = tile_load(target, WIDTH, ROWS, VECTORS, LANES)
+            for first in range(start, stop, size):
+                steps = (min(size, stop - first) + LANE_BYTES - 1) // LANE_BYTES
+                begin = (first - start) // LANE_BYTES
+                total = add_products(
+                    tile_zero(as_integers(address_of(sums)), ROWS, VECTORS, LANES),
+                    shift(left, begin), stride, 1, shift(panel, begin * WIDTH + column), WIDTH,
+                    steps, NOTHING_AHEAD,
+                )  # fmt: skip
+                result = add_scaled(
+                    result, total, product, block, memory, start, first, row, column
+                )
+            tile_store(result, target, WIDTH)
+
+    return multiply_band
+
+
+@njit
+def size_of_cut(product):
+    return product.left_row_stride if product.group_size == 0 else product.group_size
+
+
+def _make_scaled_adder(WIDTH: int) -> Callable:
+    """Make ``add_scaled(result, total, product, block, memory, start, first, row, column)``.
+
+    It adds the integers of the cut from step ``first`` on to a tile of sums.
+    """
+
+    @njit
+    def add_scaled(result, total, product, block, memory, start, first, row, column):
+        size = size_of_cut(product)
+        place = first // size * product.padded_rows + block.row_start + row
+        factors = (first - start) // size * WIDTH + column
+        return tile_add_scaled(
+            result, total, shift(product.row_scales, place), shift(product.row_sums, place),
+            shift(memory.scales, factors), shift(memory.zeros, factors),
+        )  # fmt: skip
+
+    return add_scaled
+
+
+def _make_unit_band(WIDTH: int) -> tuple[Callable, Callable, Callable]:
+    """Make ``multiply_on_unit(product, block, memory, sums, quads, panel, start, row)``.
+
+    It adds the products of TILE_MULTIPLE rows and a panel. Returns also ``begin()`` and ``end()``
+    for a kernel that calls it.
+    """
+    if not use_matrix_unit():
+        return nothing, nothing, nothing
+    LANES = lanes_of(COMPUTE)
+    matmul, begin, end = make_amx_products_of_bytes("int8", "uint8")
+    as_integers, add_scaled = pointer_to("int32"), _make_scaled_adder(WIDTH)
+
+    @njit
+    def multiply_on_unit(product, block, memory, sums, quads, panel, start, row):
+        stride = product.left_row_stride // LANE_BYTES
+        left = shift(quads, row * stride)
+        products, size = as_integers(address_of(memory.products)), size_of_cut(product)
+        stop = min(start + product.left_row_stride, product.depth)
+        for first in range(start, stop, size):
+            steps = round_up(min(size, stop - first), PADDING) // LANE_BYTES
+            begin = (first - start) // LANE_BYTES
+            matmul(
+                products, WIDTH, (shift(left, begin), stride, GROUP, 0),
+                (shift(panel, begin * WIDTH), WIDTH, 0), TILE_MULTIPLE, WIDTH, steps, False, True,
+            )  # fmt: skip
+            for band in range(row, row + TILE_MULTIPLE, ROWS_OF_UNIT):
+                target = shift(sums, band * WIDTH)
+                for column in range(0, WIDTH, VECTORS * LANES):
+                    found = shift(products, (band - row) * WIDTH + column)
+                    place = shift(target, column)
+                    total = tile_load(found, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
+                    result = tile_load(place, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
+                    result = add_scaled(
+                        result, total, product, block, memory, start, first, band, column
+                    )
+                    tile_store(result, place, WIDTH)
+
+    return multiply_on_unit, begin, end
+
+
+def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
+    """Make ``pack_panel(product, memory, start, column, stop)``: a section of up to WIDTH columns.
+
+    The scales and zeros of its cuts are packed, too. What is behind the last column, or the last
+    step, is not zero: its results are not written, or multiplied by the zeros of rows.
+    """
+    LANES, PER_BYTE = lanes_of(COMPUTE), 8 // CODE_BITS[CODES]
+    HAS_ZEROS = CODES == INT4
+    # A group of 32 integers of 4 bits is 16 bytes.
+    VECTOR = 16 if HAS_ZEROS else LANE_BYTES * LANES
+    number = ELEMENTS[COMPUTE].compute
+    as_bytes, as_quads = pointer_to("uint8"), pointer_to(UNSIGNED_QUADS)
+
+    @njit
+    def unpack_column(product, target, column, start, count):
+        source = shift(product.right, column * product.right_column_stride + start // PER_BYTE)
+        size = product.group_size if HAS_ZEROS else count
+        for step in range(0, count, size):
+            place, bytes_ = shift(source, step // PER_BYTE), size // PER_BYTE
+            whole = bytes_ // VECTOR * VECTOR
+            for byte in range(0, whole, VECTOR):
+                split_codes(shift(target, step + byte), bytes_, shift(place, byte), VECTOR, CODES)
+            for byte in range(whole, bytes_):
+                split_codes(shift(target, step + byte), bytes_, shift(place, byte), 1, CODES)
+
+    @njit
+    def pack_factors(product, memory, start, count, column, columns):
+        size = count if product.group_size == 0 else product.group_size
+        group = 0 if product.group_size == 0 else start // product.group_size
+        for other in range(columns):
+            scales = shift(product.scale, (column + other) * product.scale_column_stride + group)
+            zeros = shift(product.zero, (column + other) * product.zero_column_stride + group)
+            for cut in range(count // size):
+                store(memory.scales, cut * WIDTH + other, load(scales, cut))
+                zero = load(zeros, cut) if HAS_ZEROS else number(BYTE_OFFSET)
+                store(memory.zeros, cut * WIDTH + other, zero)
+
+    @njit
+    def pack_panel(product, memory, start, column, stop):
+        section = product.left_row_stride
+        count, columns = min(section, product.depth - start), min(WIDTH, stop - column)
+        strip, panel = as_bytes(address_of(memory.strip)), as_quads(address_of(memory.panel))
+        quads, steps = as_quads(address_of(memory.strip)), (count + LANE_BYTES - 1) // LANE_BYTES
+        pack_factors(product, memory, start, count, column, columns)
+        for first in range(0, columns, LANES):
+            for other in range(min(LANES, columns - first)):
+                unpack_column(
+                    product, shift(strip, other * section), column + first + other, start, count
+                )
+            for step in range(0, steps, LANES):
+                transpose_square(
+                    shift(panel, step * WIDTH + first), WIDTH, shift(quads, step),
+                    section // LANE_BYTES, LANES,
+                )  # fmt: skip
+
+    return pack_panel
