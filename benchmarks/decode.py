@@ -166,7 +166,8 @@ def whisper_contenders(size: Size) -> Contenders:
     widths: dict[str, Any] = dict(size.whisper)
     config = WhisperConfig(**widths, max_source_positions=size.frames, pad_token_id=0)
     torch.manual_seed(0)
-    model: Any = WhisperForConditionalGeneration(config).to(torch.bfloat16).eval()
+    model: Any = WhisperForConditionalGeneration(config)
+    model = model.to(torch.bfloat16).eval()
     hidden: Any = torch.randn(1, size.frames, config.d_model).bfloat16()
 
     def decoding(model: Any) -> PerToken:

@@ -177,8 +177,8 @@ def apply(
 
     Raises:
         TypeError: if model is not a module.
-        ValueError: for bits other than 8 and 4, or 8 for a cache or activations, keep_weights=False or
-            activations without weights to quantise, and a method that is not "nearest" without
+        ValueError: for bits other than 8 and 4, or 8 for a cache or activations, keep_weights=False
+            or activations without weights to quantise, and a method that is not "nearest" without
             quantize and keep_weights=False.
 
     Example:

@@ -51,7 +51,7 @@ from foo_ops.kernels.products.on_amx import (
     make_amx_products_of_bytes,
     nothing,
 )
-from foo_ops.kernels.products.on_vectors import NOTHING_AHEAD, make_sum
+from foo_ops.kernels.products.on_vectors import make_sum
 from foo_ops.kernels.simd.arithmetic import splat
 from foo_ops.kernels.simd.memory import (
     address_of,
@@ -460,7 +460,7 @@ def _make_band(ROWS: int, WIDTH: int) -> Callable:
                 total = add_products(
                     tile_zero(as_integers(address_of(sums)), ROWS, VECTORS, LANES),
                     shift(left, begin), stride, 1, shift(panel, begin * WIDTH + column), WIDTH,
-                    steps, NOTHING_AHEAD,
+                    steps, None,
                 )  # fmt: skip
                 result = add_scaled(
                     result, total, product, block, memory, start, first, row, column

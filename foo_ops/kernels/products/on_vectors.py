@@ -39,10 +39,6 @@ REST = 4
 UNROLLED = 4
 
 
-NOTHING_AHEAD = 0
-"""In place of the lines that a product prefetches."""
-
-
 @functools.cache
 def make_next_register_panel(dtype: str) -> Callable:
     """Make ``next_panel(columns)``: the number of columns that the next register tile takes."""
@@ -183,10 +179,10 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, add_products: Callable) -> C
 def make_sum(STEPS: int, ROW_STRIDE: int = 0) -> Callable:
     """Make ``add_products(sums, a, a_row, a_step, b, b_stride, steps, ahead)`` of a tile.
 
-    Its loop is unrolled by ``STEPS`` steps; ``ahead`` is for sums that prefetch. If rows are ``ROW_STRIDE`` apart, which is 0 for none,
-    one register has all addresses. Otherwise those of 12 rows leave too few for other numbers: 96
-    multiply-adds have up to 211 instructions instead of 157, and a Skylake, which multiplies them
-    in 48 cycles, begins 192 in that time.
+    Its loop is unrolled by ``STEPS`` steps; ``ahead`` is for sums that prefetch. If rows are
+    ``ROW_STRIDE`` apart, which is 0 for none, one register has all addresses. Otherwise those of 12
+    rows leave too few for other numbers: 96 multiply-adds have up to 211 instructions instead of
+    157, and a Skylake, which multiplies them in 48 cycles, begins 192 in that time.
     """
 
     @njit
