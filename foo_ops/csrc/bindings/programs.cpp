@@ -111,6 +111,15 @@ std::unique_ptr<Program> make_program(int64_t register_count, std::vector<int64_
                                    std::move(constants), std::move(read));
 }
 
+// The version of a dict, which changes when an entry does: without reading the entries. From Python
+// 3.12 on there is none.
+uint64_t version_of(PyObject* content) {
+#if PY_VERSION_HEX < 0x030C0000
+  if (PyDict_Check(content)) return reinterpret_cast<PyDictObject*>(content)->ma_version_tag;
+#endif
+  return 0;
+}
+
 // The values of dicts, lists and classes, and the versions of tensors, at one time. Tensors among
 // the values are held weakly: caches count who holds their memory.
 class Snapshot {
@@ -118,21 +127,26 @@ class Snapshot {
   Snapshot(py::list containers, std::vector<at::Tensor> tensors)
       : containers_(std::move(containers)), tensors_(std::move(tensors)) {
     for (const py::handle each : containers_) {
-      TORCH_CHECK_TYPE(
-          PyDict_Check(each.ptr()) || PyList_Check(each.ptr()) || PyType_Check(each.ptr()),
-          "Snapshot: containers must be dicts, lists and classes, got ",
-          Py_TYPE(each.ptr())->tp_name);
+      PyObject* const content = PyType_Check(each.ptr())
+                                    ? reinterpret_cast<PyTypeObject*>(each.ptr())->tp_dict
+                                    : each.ptr();
+      TORCH_CHECK_TYPE(PyDict_Check(content) || PyList_Check(content),
+                       "Snapshot: containers must be dicts, lists and classes, got ",
+                       Py_TYPE(each.ptr())->tp_name);
+      parts_.push_back({content, 0, 0});
     }
     take();
   }
 
   // Notes the present values; those that are noted already stay.
   void take() {
-    versions_.clear();
-    for (const at::Tensor& each : tensors_) versions_.push_back(version_of(each));
+    tensor_versions_.clear();
+    for (const at::Tensor& each : tensors_) tensor_versions_.push_back(version_of_tensor(each));
     size_t next = 0;
-    for (const py::handle container : containers_) {
-      each_value(container, [&](PyObject* value) {
+    for (Part& part : parts_) {
+      part.version = version_of(part.content);
+      part.begin = next;
+      each_value(part.content, [&](PyObject* value) {
         if (next == values_.size()) values_.emplace_back();
         py::object& noted = values_[next++];
         if (!noted || !is_noted(noted.ptr(), value)) noted = note_of(value);
@@ -142,6 +156,20 @@ class Snapshot {
     values_.resize(next);
   }
 
+  bool holds() const {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      // A model has thousands, and its weights have pushed them out of the first caches.
+      if (i + kAhead < parts_.size()) __builtin_prefetch(parts_[i + kAhead].content);
+      const uint64_t version = version_of(parts_[i].content);
+      const bool is_unchanged = version != 0 && version == parts_[i].version;
+      if (!is_unchanged && !has_noted_values(i)) return false;
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (version_of_tensor(tensors_[i]) != tensor_versions_[i]) return false;
+    }
+    return true;
+  }
+
   // For Python's garbage collector.
   int visit(visitproc visit, void* arg) const {
     Py_VISIT(containers_.ptr());
@@ -149,26 +177,29 @@ class Snapshot {
     return 0;
   }
   void clear() {
-    containers_ = py::list();
+    parts_.clear();
     values_.clear();
-  }
-
-  bool holds() const {
-    size_t next = 0;
-    for (const py::handle container : containers_) {
-      const bool is_same = each_value(container, [&](PyObject* value) {
-        return next < values_.size() && is_noted(values_[next++].ptr(), value);
-      });
-      if (!is_same) return false;
-    }
-    if (next != values_.size()) return false;
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      if (version_of(tensors_[i]) != versions_[i]) return false;
-    }
-    return true;
+    containers_ = py::list();
   }
 
  private:
+  // A dict or list, its version, and the place of its first value.
+  struct Part {
+    PyObject* content;
+    uint64_t version;
+    size_t begin;
+  };
+  static constexpr size_t kAhead = 16;
+
+  bool has_noted_values(size_t part) const {
+    size_t next = parts_[part].begin;
+    const size_t end = part + 1 < parts_.size() ? parts_[part + 1].begin : values_.size();
+    const bool is_same = each_value(parts_[part].content, [&](PyObject* value) {
+      return next < end && is_noted(values_[next++].ptr(), value);
+    });
+    return is_same && next == end;
+  }
+
   static py::object note_of(PyObject* value) {
     if (THPVariable_Check(value)) return py::weakref(value);
     return py::reinterpret_borrow<py::object>(value);
@@ -178,16 +209,13 @@ class Snapshot {
     return noted == value || (PyWeakref_CheckRef(noted) && PyWeakref_GetObject(noted) == value);
   }
 
-  static int64_t version_of(const at::Tensor& tensor) {
+  static int64_t version_of_tensor(const at::Tensor& tensor) {
     return tensor.is_inference() ? -1 : int64_t{tensor._version()};
   }
 
   // Stops at the first value for which `function` returns false.
   template <typename Function>
-  static bool each_value(const py::handle& container, const Function& function) {
-    PyObject* const content = PyType_Check(container.ptr())
-                                  ? reinterpret_cast<PyTypeObject*>(container.ptr())->tp_dict
-                                  : container.ptr();
+  static bool each_value(PyObject* content, const Function& function) {
     if (PyDict_Check(content)) {
       PyObject* key = nullptr;
       PyObject* value = nullptr;
@@ -195,19 +223,20 @@ class Snapshot {
       while (PyDict_Next(content, &place, &key, &value) != 0) {
         if (!function(value)) return false;
       }
-      return function(Py_None);
+      return true;
     }
     const Py_ssize_t size = PyList_GET_SIZE(content);
     for (Py_ssize_t i = 0; i < size; ++i) {
       if (!function(PyList_GET_ITEM(content, i))) return false;
     }
-    return function(Py_None);
+    return true;
   }
 
   py::list containers_;
   std::vector<at::Tensor> tensors_;
+  std::vector<Part> parts_;
   std::vector<py::object> values_;
-  std::vector<int64_t> versions_;
+  std::vector<int64_t> tensor_versions_;
 };
 
 // A model holds a snapshot of itself, so the collector has to see through it.

@@ -513,9 +513,10 @@ def graphs_of(model: Any) -> Graphs:
 def run(
     known: Graphs, key: Key, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
 ) -> tuple[Any, int]:
-    """Return the output of a graph that fits the call, or None, and the number that have missed.
+    """Return the output of a graph that fits the call, or None, and how many graphs have missed.
 
-    A miss is a graph that fits but for a number that Python has read from a tensor.
+    A miss is a graph that fits but for a number that Python has read from a tensor. No graph fits
+    where memory is full, which counts as `MOST_VARIANTS`: recording such a call is of no use.
     """
     binding = known.bindings.get(cache)
     is_bound = (
@@ -532,6 +533,8 @@ def run(
     if key not in known.graphs:
         return None, 0
     state = State(cache)
+    if position >= state.limit:
+        return None, MOST_VARIANTS
     misses = 0
     for graph in known.graphs[key]:
         is_alike = holds_at(graph.arguments, descriptions, position)
@@ -549,8 +552,7 @@ def run(
 
 def fits(graph: Graph, state: State, position: int) -> bool:
     first, end = graph.positions
-    is_within = first <= position < min(end, state.limit)
-    return is_within and holds_at(graph.before, state.descriptions, position)
+    return first <= position < end and holds_at(graph.before, state.descriptions, position)
 
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
