@@ -197,6 +197,27 @@ class Step(NamedTuple):
     parts: tuple[Any, Any, dict[tuple[int, Any], Any], tuple[type, dict[str, Any]]]
 
 
+class Pattern:
+    """Descriptions by name that a call has to meet, those with lines apart from the others."""
+
+    def __init__(self, descriptions: dict[Any, Any]) -> None:
+        self.lines = {name: it for name, it in descriptions.items() if has_line(it)}
+        self.constants = {name: it for name, it in descriptions.items() if name not in self.lines}
+
+    def holds(self, descriptions: dict[Any, Any], position: int) -> bool:
+        if descriptions.keys() != self.lines.keys() | self.constants.keys():
+            return False
+        return all(descriptions[name] == it for name, it in self.constants.items()) and all(
+            holds_at(it, descriptions[name], position) for name, it in self.lines.items()
+        )
+
+
+def has_line(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Line) or (isinstance(value, list) and any(map(has_line, value)))
+
+
 @dataclass
 class Graph:
     """A program with all that it takes to call it in place of the model.
@@ -204,7 +225,7 @@ class Graph:
     Attributes:
         tensors: the numbers of the arguments' tensors that the program reads.
         inputs: the numbers of the cache's tensors that the program reads.
-        arguments, before: descriptions with lines, which a call has to meet.
+        arguments, before: descriptions of the arguments and of the cache's values.
         changes: the changed values of the cache: outputs and lines.
         positions: the least and the first that is too large: in between, a cache's length is on
             the same side of all limits.
@@ -215,8 +236,8 @@ class Graph:
     program: Program
     tensors: list[int]
     inputs: list[int]
-    arguments: Any
-    before: Any
+    arguments: Pattern
+    before: Pattern
     changes: dict[tuple[int, Any], Output | Line]
     positions: tuple[int, int]
     next_inputs: list[tuple[int, int]]
@@ -523,7 +544,7 @@ def run(
         binding is not None
         and binding.graph in known.graphs.get(key, ())
         and binding.snapshot.holds()
-        and holds_at(binding.graph.arguments, descriptions, position)
+        and binding.graph.arguments.holds(descriptions, position)
     )
     if is_bound:
         assert binding is not None
@@ -537,7 +558,7 @@ def run(
         return None, MOST_VARIANTS
     misses = 0
     for graph in known.graphs[key]:
-        is_alike = holds_at(graph.arguments, descriptions, position)
+        is_alike = graph.arguments.holds(descriptions, position)
         if not is_alike or not fits(graph, state, position):
             continue
         binding = Binding(graph, state)
@@ -552,7 +573,7 @@ def run(
 
 def fits(graph: Graph, state: State, position: int) -> bool:
     first, end = graph.positions
-    return first <= position < end and holds_at(graph.before, state.descriptions, position)
+    return first <= position < end and graph.before.holds(state.descriptions, position)
 
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
@@ -671,8 +692,8 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         program=program,
         tensors=[it for it in used if it < argument_count],
         inputs=inputs,
-        arguments=arguments,
-        before=before,
+        arguments=Pattern(arguments),
+        before=Pattern(before),
         changes={
             key: outputs[it] if isinstance(it, Name) else as_line(it) for key, it in changes.items()
         },
