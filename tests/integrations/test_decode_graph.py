@@ -117,8 +117,18 @@ def runs(monkeypatch):
 # ------------------------------------------------------------------------------- models and caches
 
 
-@pytest.mark.parametrize("call", ["one", "sampled", "static", "beams", "padded"])
-@pytest.mark.parametrize("name", MODELS)
+MOST = {LLAMA, "gemma2: softcap, windows in every second layer", "qwen3_next: recurrent layers"}
+"""Models with all calls in each run of the tests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        pytest.param(name, call, marks=() if name in MOST or call == "one" else pytest.mark.whole)
+        for name in MODELS
+        for call in CALLS
+    ],
+)
 def test_tokens_are_the_same(name, call, runs):
     options = CALLS[call]
     prompt = tokens(3, 7) if call == "padded" else tokens(2, 5)
