@@ -23,8 +23,6 @@ SECTION = "models"
 AS_IT_IS = "torch"
 """The peer that is the unchanged model."""
 DTYPES = ("bfloat16", "float32")
-DECODED = 8
-"""Tokens that a call decodes, one after the other."""
 GGUF_WEIGHTS = "4 bits"
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -65,6 +63,7 @@ class MixtureSize:
     experts: int = 32
     layers: int = 2
     prompt: int = 768
+    decoded: int = 8
     batch: int = 2
     context: int = 512
 
@@ -89,7 +88,9 @@ class MixtureSize:
 
     def count(self, phase: str) -> int:
         """Count the tokens of a call."""
-        return {"prefill": self.prompt, "decoding": DECODED}.get(phase, self.batch * self.context)
+        return {"prefill": self.prompt, "decoding": self.decoded}.get(
+            phase, self.batch * self.context
+        )
 
 
 GPT_OSS = "gpt-oss"
@@ -102,6 +103,7 @@ class Size:
 
     Attributes:
         prompt: tokens that are read at once; for decoding they are in the cache.
+        decoded: tokens that a call decodes, one after the other.
         batch: sequences of a training step.
         context: tokens of each sequence.
         is_compiled: whether torch.compile is a contender, which takes a minute for each row.
@@ -111,6 +113,7 @@ class Size:
     widths: tuple[tuple[str, int], ...] = tuple(WIDTHS.items())
     layers: int = 4
     prompt: int = 768
+    decoded: int = 8
     batch: int = 2
     context: int = 512
     is_compiled: bool = True
@@ -133,7 +136,9 @@ class Size:
 
     def count(self, phase: str) -> int:
         """Count the tokens of a call."""
-        return {"prefill": self.prompt, "decoding": DECODED}.get(phase, self.batch * self.context)
+        return {"prefill": self.prompt, "decoding": self.decoded}.get(
+            phase, self.batch * self.context
+        )
 
 
 DEFAULT = Size()
@@ -192,7 +197,9 @@ def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
 def gguf_case(size: Size, threads: int) -> Case:
     """Decode with the weights of a file, which llama.cpp reads as well."""
     name = f"Llama decoding, GGUF {TYPES[GGUF_WEIGHTS]}"
-    return Case(SECTION, name, partial(gguf_contenders, size), (threads,), DECODED, headline=True)
+    return Case(
+        SECTION, name, partial(gguf_contenders, size), (threads,), size.decoded, headline=True
+    )
 
 
 def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
@@ -316,11 +323,11 @@ def by_llama_cpp(
     decodes = phase == "decoding"
     tokens = size.tokens(1, size.prompt + 1)[0].tolist()
     makers: dict[str, Callable[[], Contender]] = {
-        "llama.cpp": partial(LlamaCpp, model, tokens, dtype, DECODED if decodes else 0)
+        "llama.cpp": partial(LlamaCpp, model, tokens, dtype, size.decoded if decodes else 0)
     }
     for bits in ("8 bits", "4 bits") if decodes else ():
         makers[f"llama.cpp, {bits}"] = partial(
-            LlamaCpp, model, tokens, bits, DECODED, lambda: decoding(model, size).results()
+            LlamaCpp, model, tokens, bits, size.decoded, lambda: decoding(model, size).results()
         )
     return makers
 
@@ -343,7 +350,7 @@ def gguf_contenders(size: Size) -> Contenders:
         OURS: lambda: decoding(apply(loaded(model)), size),
         AS_IT_IS: as_it_is,
         "llama.cpp": partial(
-            LlamaCpp, model, tokens, GGUF_WEIGHTS, DECODED, lambda: as_it_is().results()
+            LlamaCpp, model, tokens, GGUF_WEIGHTS, size.decoded, lambda: as_it_is().results()
         ),
     }
 
@@ -382,18 +389,18 @@ def decoding(model: Any, size: Size | MixtureSize, wrap: Callable[[Any], Any] = 
     is_static = wrap is not as_it_is
     cache: Any = DynamicCache(config=model.config)
     if is_static:
-        cache = StaticCache(config=model.config, max_cache_len=size.prompt + DECODED)
+        cache = StaticCache(config=model.config, max_cache_len=size.prompt + size.decoded)
     with torch.no_grad():
         model(tokens[:, :-1], past_key_values=cache, logits_to_keep=1)
 
     def step() -> Tensor:
-        for _ in range(DECODED):
+        for _ in range(size.decoded):
             logits: Tensor = call(tokens[:, -1:], past_key_values=cache).logits
         if is_static:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(size.prompt)
         else:
-            cache.crop(-DECODED)
+            cache.crop(-size.decoded)
         return logits
 
     return Local(step, torch.no_grad)
