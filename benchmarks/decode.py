@@ -82,7 +82,7 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
 
 
 class PerToken:
-    """A contender whose calls decode several tokens."""
+    """A contender of single tokens, of which it decodes several at a time."""
 
     def __init__(self, contender: Contender, tokens: int) -> None:
         self.contender, self.tokens = contender, tokens
@@ -91,7 +91,8 @@ class PerToken:
         return self.contender.results()
 
     def time(self, calls: int, threads: int) -> float:
-        return self.contender.time(calls, threads) / self.tokens
+        turns = -(-calls // self.tokens)
+        return self.contender.time(turns, threads) * calls / (turns * self.tokens)
 
 
 class Part(Local):
