@@ -38,7 +38,9 @@ def errors_of(weight, quantized, group_size, importance=None):
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 5e4])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize(
+    "group_size", [64, *(pytest.param(it, marks=pytest.mark.whole) for it in (32, 128))]
+)
 def test_no_group_is_worse(group_size, magnitude, dtype, is_weighted):
     if dtype == torch.float16 and magnitude > 1:
         magnitude = 1e3
