@@ -45,6 +45,7 @@ from foo_ops.integrations.transformers.recording import (
     holds_at,
     make_program,
     merged_all,
+    tensors_in,
 )
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -133,11 +134,11 @@ class State:
                 self.is_known = self.is_known and is_plain(value, KNOWN)
 
     def tensors(self) -> list[Tensor]:
-        return list(tensors_of(self.values.values()))
+        return list(tensors_in(self.values))
 
     def keys_of_tensors(self) -> list[Any]:
         """Return the key of each of the tensors."""
-        return [key for key, value in self.values.items() for _ in tensors_of([value])]
+        return [key for key, value in self.values.items() for _ in tensors_in(value)]
 
 
 def is_part_of_cache(value: Any) -> bool:
@@ -151,16 +152,6 @@ def first_places(values: Iterable[Any]) -> list[int]:
     """Return for each value the place where it occurs first."""
     places: dict[Any, int] = {}
     return [places.setdefault(it, place) for place, it in enumerate(values)]
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_of(value)
-        elif isinstance(value, dict):
-            yield from tensors_of(value.values())
 
 
 def described(value: Any, room: int | None = None) -> Any:
@@ -435,7 +426,7 @@ def is_unusual() -> bool:
 def plain_arguments(arguments: dict[str, Any], cache: Any) -> tuple[Any, list[Tensor]] | None:
     """Return descriptions of a call's arguments, and their tensors; None for other classes."""
     others = {name: it for name, it in arguments.items() if it is not cache}
-    tensors = list(tensors_of(others.values()))
+    tensors = list(tensors_in(others))
     if not is_plain(others):
         return None
     return described(others), tensors
