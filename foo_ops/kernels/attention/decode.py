@@ -291,12 +291,17 @@ def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
         column_stride = field(parameters, column_stride_name)
         row_stride = field(parameters, row_stride_name)
         whole = column_stride == 1 and columns % vector == 0 and row_stride % step == 0
-        if whole and lie_together(parameters, key_start, count):
-            return key_row(parameters, piece, key_start), row_stride
+        # Finding a row in its page takes divisions: do it once where the rows have one stride.
+        together = lie_together(parameters, key_start, count)
+        first = key_row(parameters, piece, key_start)
+        if whole and together:
+            return first, row_stride
         width = round_up(columns, vector)
         target = as_stored(address_of(scratch))
         for row in range(count):
-            source = key_row(parameters, piece, key_start + row)
+            source = shift(first, row * row_stride)
+            if not together:
+                source = key_row(parameters, piece, key_start + row)
             copy_row(shift(target, row * width), source, column_stride, columns, width)
         return target, width
 

@@ -98,6 +98,11 @@ def spreads_prefetches() -> bool:
     return has_avx512 and not name.startswith("znver")
 
 
+def has_masks() -> bool:
+    """Whether one instruction loads some lanes of a vector of any dtype (AVX512BW)."""
+    return "+avx512bw" in target()[2].split(",")
+
+
 def has_table_of_registers() -> bool:
     """Whether one instruction permutes a register's lanes by another register (AVX-512)."""
     return "+avx512f" in target()[2].split(",")

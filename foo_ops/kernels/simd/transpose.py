@@ -10,8 +10,16 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.compiler.processor import has_masks
 from foo_ops.kernels.simd.arithmetic import splat
-from foo_ops.kernels.simd.memory import emit_load_vector, load, load_vector, shift, store
+from foo_ops.kernels.simd.memory import (
+    emit_load_vector,
+    load,
+    load_first,
+    load_vector,
+    shift,
+    store,
+)
 from foo_ops.kernels.simd.types import (
     ELEMENTS,
     INT16,
@@ -183,13 +191,17 @@ def make_copy_row(dtype: str) -> Callable:
 
     It converts between dtypes with the compute dtype ``dtype``, and pads with zeros to ``width``.
     """
-    LANES = lanes_of(dtype)
+    LANES, HAS_MASKS = lanes_of(dtype), has_masks()
 
     @njit
     def copy_row(target, source, column_stride, columns, width):
         whole = columns // LANES * LANES if column_stride == 1 else 0
         for column in range(0, whole, LANES):
             store(target, column, load_vector(source, column, LANES))
+        if HAS_MASKS and column_stride == 1 and width % LANES == 0:
+            for column in range(whole, width, LANES):
+                store(target, column, load_first(source, column, max(0, columns - column), LANES))
+            return
         for column in range(whole, columns):
             store(target, column, load(source, column * column_stride))
         for column in range(columns, width):
