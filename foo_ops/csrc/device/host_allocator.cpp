@@ -114,9 +114,15 @@ c10::Allocator* host_allocator = nullptr;
 void free_raw(void* data) {
   if (device_of_address(data).has_value()) {
     free_block(data);
-  } else if (!free_guarded(data)) {
+  } else if (!free_small_result(data) && !free_guarded(data)) {
     host_allocator->raw_deallocate(data);
   }
+}
+
+// Returns nothing for sizes that torch's allocator serves as well.
+c10::DataPtr memory_of_result(size_t bytes) {
+  if (bytes > 0 && bytes <= kSmallResult) return allocate_small_result(bytes);
+  return bytes >= kLargeResult ? allocate_result(bytes) : c10::DataPtr();
 }
 
 // Replaces the CPU allocator; allocates foo memory while a thread requests that.
@@ -127,8 +133,8 @@ class HostAllocator final : public c10::Allocator {
       // Empty tensors have no memory.
       const bool is_guarded = guards_memory() && bytes > 0;
       if (C10_UNLIKELY(is_guarded)) return allocate_guarded(*host_allocator, bytes);
-      if (C10_UNLIKELY(bytes >= kLargeResult && NewResults::lives())) {
-        if (c10::DataPtr memory = allocate_result(bytes)) return memory;
+      if (NewResults::lives()) {
+        if (c10::DataPtr memory = memory_of_result(bytes)) return memory;
       }
       return host_allocator->allocate(bytes);
     }

@@ -5,6 +5,11 @@
 #include <ATen/core/List.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "launch/memory.h"
+
 namespace foo::graphs {
 namespace {
 
@@ -29,14 +34,76 @@ bool has_strides(const at::Tensor& tensor, const std::vector<Number>& strides, i
   return true;
 }
 
+// Returns a tensor of the same memory, with sizes that are to be set.
+at::Tensor view_of_memory(const at::Tensor& base) {
+  return at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
+}
+
 at::Tensor view_of(const View& view, int64_t position, const std::vector<at::Tensor>& registers) {
   const at::Tensor& base = registers[view.base.index];
-  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
+  at::Tensor result = view_of_memory(base);
   result.unsafeGetTensorImpl()->set_sizes_and_strides(
       at_position(view.sizes, position), at_position(view.strides, position),
       base.storage_offset() + view.offset.at(position));
   return result;
+}
+
+Shortcut shortcut_of(const OperatorCall& call) {
+  if (call.results.size() != 1) return Shortcut::kNone;
+  const auto is_register = [](const auto& place) {
+    return std::holds_alternative<Register>(place);
+  };
+  if (!is_register(call.arguments[0].value)) return Shortcut::kNone;
+  const c10::OperatorName& name = call.op.operator_name();
+  if (name.name == "aten::slice" && name.overload_name == "Tensor" &&
+      is_register(call.results[0])) {
+    return Shortcut::kSlice;
+  }
+  const bool fills = name.name == "aten::fill_" && name.overload_name == "Scalar" &&
+                     std::holds_alternative<std::monostate>(call.results[0]);
+  return fills ? Shortcut::kFill : Shortcut::kNone;
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_cpu() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// Returns no tensor where the dispatcher is needed.
+at::Tensor slice_of(const at::Tensor& base, const c10::IValue& dim, const c10::IValue& start,
+                    const c10::IValue& stop, const c10::IValue& step) {
+  const bool is_known = dim.isInt() && start.isInt() && stop.isInt() && step.isInt();
+  if (!is_known || !is_plain(base)) return {};
+  const int64_t first = start.toInt(), place = dim.toInt();
+  if (step.toInt() != 1 || place < 0 || place >= base.dim()) return {};
+  const int64_t last = std::min(stop.toInt(), base.size(place));
+  if (first < 0 || last < first) return {};
+  c10::DimVector sizes(base.sizes());
+  sizes[place] = last - first;
+  at::Tensor result = view_of_memory(base);
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(
+      sizes, base.strides(), base.storage_offset() + first * base.stride(place));
+  return result;
+}
+
+bool fill(const at::Tensor& target, const c10::IValue& value) {
+  const bool is_one = is_plain(target) && target.scalar_type() == at::kLong && target.numel() == 1;
+  if (!is_one || !value.isInt()) return false;
+  *target.mutable_data_ptr<int64_t>() = value.toInt();
+  return true;
+}
+
+// Returns whether that was possible.
+bool run_shortcut(const OperatorCall& call, int64_t position, std::vector<at::Tensor>& registers) {
+  if (call.shortcut == Shortcut::kNone) return false;
+  const at::Tensor& self = registers[std::get<Register>(call.arguments[0].value).index];
+  const auto given = [&](size_t place) { return call.arguments[place].at(position, registers); };
+  if (call.shortcut == Shortcut::kFill) return fill(self, given(1));
+  at::Tensor result = slice_of(self, given(1), given(2), given(3), given(4));
+  if (!result.defined()) return false;
+  registers[std::get<Register>(call.results[0]).index] = std::move(result);
+  return true;
 }
 
 // Returns whether all guards hold.
@@ -99,6 +166,9 @@ Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vecto
       instructions_(std::move(instructions)),
       register_count_(register_count) {
   for (auto& [index, tensor] : constants) constants_.emplace_back(index, Constant(tensor));
+  for (Instruction& each : instructions_) {
+    if (auto* call = std::get_if<OperatorCall>(&each.action)) call->shortcut = shortcut_of(*call);
+  }
 }
 
 bool Program::is_valid() const {
@@ -115,6 +185,7 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
   // Recorded below autograd and autocast, as TorchDispatchMode sees calls.
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+  const NewResults results;
   std::vector<at::Tensor> registers(register_count_);
   for (const auto& [index, constant] : constants_) registers[index] = constant.tensor();
   for (size_t i = 0; i < inputs.size(); ++i) registers[inputs_[i]] = inputs[i];
@@ -125,8 +196,8 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
         return std::nullopt;
       }
       registers[view->result.index] = view_of(*view, position, registers);
-    } else {
-      const auto& call = std::get<OperatorCall>(instruction.action);
+    } else if (const auto& call = std::get<OperatorCall>(instruction.action);
+               !run_shortcut(call, position, registers)) {
       stack.clear();
       for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
       call.op.callBoxed(stack);

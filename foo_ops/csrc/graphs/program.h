@@ -49,10 +49,14 @@ struct Guard {
 // Where an operator's result goes; results that nothing reads go nowhere.
 using Result = std::variant<std::monostate, Register, std::vector<int64_t>, Guard>;
 
+// Operators that are quicker done without the dispatcher, for tensors that allow it.
+enum class Shortcut { kNone, kSlice, kFill };
+
 struct OperatorCall {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
   std::vector<Result> results;
+  Shortcut shortcut = Shortcut::kNone;
 };
 
 // A view of a tensor that the program computes, made without the dispatcher: 0.1 us in place of

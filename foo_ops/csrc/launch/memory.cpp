@@ -5,10 +5,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <new>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -159,7 +163,154 @@ void free_result(void* memory) {
   result_memory().give_back(memory);
 }
 
+// Blocks of small results: powers of two, cut from slabs of one size each. Freed blocks are a list,
+// linked through their own memory. Blocks may be freed by other threads than those that use them:
+// of long lists a part goes to all threads.
+constexpr size_t kSlab = size_t{64} << 10, kSlabs = 4096;
+constexpr int kLeastExponent = 6;
+constexpr size_t kSizes = 10;
+static_assert(kSmallResult == size_t{1} << (kLeastExponent + kSizes - 1));
+// Most blocks of a size that a thread keeps, beside those of a slab that it has just cut.
+constexpr size_t kMostOfThread = 1024;
+
+struct FreeBlock {
+  FreeBlock* next;
+};
+
+struct FreeBlocks {
+  FreeBlock* first;
+  size_t count;
+
+  void push(void* memory) {
+    first = new (memory) FreeBlock{first};
+    ++count;
+  }
+  void* pop() {
+    FreeBlock* const block = first;
+    if (block == nullptr) return nullptr;
+    first = block->next;
+    --count;
+    return block;
+  }
+};
+
+// A list for each size.
+using Sizes = std::array<FreeBlocks, kSizes>;
+
+// Without a destructor, so that the last tensors of a thread can still be freed.
+constinit thread_local Sizes blocks_of_thread{};
+constinit thread_local bool has_ended = false;
+
+size_t size_index(size_t bytes) {
+  const size_t rounded = std::max(bytes, size_t{1} << kLeastExponent);
+  return std::bit_width(rounded - 1) - kLeastExponent;
+}
+
+size_t block_bytes(size_t size) {
+  return size_t{1} << (size + kLeastExponent);
+}
+
+// Lets this thread's blocks go to all threads when it ends.
+void end_with_thread();
+
+// Never destroyed: tensors outlive static objects.
+class SmallBlocks {
+ public:
+  SmallBlocks() {
+    void* const all = mmap(nullptr, kSlabs * kSlab, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all != MAP_FAILED) begin_ = static_cast<char*>(all);
+  }
+
+  bool owns(const void* memory) const {
+    const auto place = reinterpret_cast<uintptr_t>(memory) - reinterpret_cast<uintptr_t>(begin_);
+    return begin_ != nullptr && place < kSlabs * kSlab;
+  }
+
+  void* take(size_t size) {
+    FreeBlocks& blocks = blocks_of_thread[size];
+    if (blocks.first == nullptr) fill(blocks, size);
+    return blocks.pop();
+  }
+
+  void give_back(void* memory) {
+    const size_t size = size_of_slab_[(static_cast<char*>(memory) - begin_) / kSlab];
+    if (has_ended) {
+      const std::lock_guard lock(mutex_);
+      shared_[size].push(memory);
+      return;
+    }
+    FreeBlocks& blocks = blocks_of_thread[size];
+    blocks.push(memory);
+    if (blocks.count > kMostOfThread) share(blocks, size, kMostOfThread / 2);
+  }
+
+  void end_thread() {
+    has_ended = true;
+    for (size_t size = 0; size < kSizes; ++size)
+      share(blocks_of_thread[size], size, blocks_of_thread[size].count);
+  }
+
+ private:
+  void fill(FreeBlocks& blocks, size_t size) {
+    if (begin_ == nullptr || has_ended) return;
+    end_with_thread();
+    const std::lock_guard lock(mutex_);
+    const size_t count = std::min(kMostOfThread / 2, kSlab / block_bytes(size));
+    while (blocks.count < count && shared_[size].first != nullptr) {
+      blocks.push(shared_[size].pop());
+    }
+    if (blocks.first == nullptr && used_slabs_ < kSlabs) cut_slab(blocks, size);
+  }
+
+  void cut_slab(FreeBlocks& blocks, size_t size) {
+    char* const slab = begin_ + used_slabs_ * kSlab;
+    size_of_slab_[used_slabs_++] = static_cast<uint8_t>(size);
+    for (size_t place = 0; place < kSlab; place += block_bytes(size)) blocks.push(slab + place);
+  }
+
+  void share(FreeBlocks& blocks, size_t size, size_t count) {
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < count; ++i) shared_[size].push(blocks.pop());
+  }
+
+  char* begin_ = nullptr;
+  ForkMutex mutex_;
+  Sizes shared_{};
+  std::array<uint8_t, kSlabs> size_of_slab_{};
+  size_t used_slabs_ = 0;
+};
+
+SmallBlocks& small_blocks() {
+  static auto* blocks = new SmallBlocks();
+  return *blocks;
+}
+
+void end_with_thread() {
+  struct End {
+    ~End() { small_blocks().end_thread(); }
+  };
+  thread_local const End end;
+}
+
+void free_small(void* memory) {
+  c10::profiledCPUMemoryReporter().Delete(memory);
+  small_blocks().give_back(memory);
+}
+
 }  // namespace
+
+c10::DataPtr allocate_small_result(size_t bytes) {
+  void* const memory = small_blocks().take(size_index(bytes));
+  if (memory != nullptr) c10::profiledCPUMemoryReporter().New(memory, bytes);
+  return {memory, memory, &free_small, c10::Device(c10::kCPU)};
+}
+
+bool free_small_result(void* memory) {
+  if (!small_blocks().owns(memory)) return false;
+  free_small(memory);
+  return true;
+}
 
 c10::DataPtr allocate_result(size_t bytes) {
   void* const memory = result_memory().take(bytes);

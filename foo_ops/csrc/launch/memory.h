@@ -69,6 +69,18 @@ inline constexpr size_t kLargeResult = 2 * kHugePage;
 // Returns memory for a large result, or nothing if the system has none.
 c10::DataPtr allocate_result(size_t bytes);
 
+// Memory of small results. The C library takes 0.2 us for a block that begins with a cache line, a
+// fifth of the time of a small operator; here each thread keeps freed blocks for its next results.
+
+// Most bytes of a small result.
+inline constexpr size_t kSmallResult = size_t{32} << 10;
+
+// Returns memory for a small result, or nothing if all of this kind is in use.
+c10::DataPtr allocate_small_result(size_t bytes);
+
+// Gives the memory of a small result back, or returns false if it is not one's.
+bool free_small_result(void* memory);
+
 struct ResultMemoryFigures {
   // Bytes of freed results that wait, and their limit: FOO_RESULT_MEMORY, or a 16th of all memory.
   size_t waiting_bytes, most_waiting_bytes;

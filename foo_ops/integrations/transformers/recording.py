@@ -61,6 +61,7 @@ class Call:
         results: for each result a name, a list of names, None if the tensor is known by another
             name, or the value itself.
         views: the layouts of results that are views of computed tensors, or None.
+        is_sum: whether it adds two tensors of one shape and dtype.
     """
 
     operator: OpOverload
@@ -68,6 +69,7 @@ class Call:
     keywords: dict[str, Any]
     results: tuple[Any, ...] = ()
     views: list[Layout] | None = None
+    is_sum: bool = False
 
     @property
     def writes(self) -> bool:
@@ -157,6 +159,9 @@ class Recording(TorchDispatchMode):
             return operator(*arguments, **keywords)
         named = {name: self.named(it) for name, it in keywords.items()}
         call = Call(operator, tuple(map(self.named, arguments)), named)
+        call.is_sum = (
+            operator is torch.ops.aten.add.Tensor and not keywords and are_alike(arguments)
+        )
         given = list(tensors_in((arguments, keywords)))
         made = operator(*arguments, **keywords)
         results = made if isinstance(made, tuple) else () if made is None else (made,)
@@ -197,6 +202,12 @@ class Recording(TorchDispatchMode):
 def address_of(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+def are_alike(tensors: Sequence[Any]) -> bool:
+    one, other = tensors
+    is_pair = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return is_pair and one.shape == other.shape and one.dtype == other.dtype
 
 
 def is_simple(tensor: Tensor) -> bool:
@@ -336,8 +347,32 @@ def merged_calls(recordings: Sequence[Recording], positions: Sequence[int]) -> l
         if any(it.operator is not operator for it in same):
             raise NotRecordedError("its operators change")
         arguments, keywords, results, views = merged_all([*map(parts_of, same)], positions)
-        calls.append(Call(operator, tuple(arguments), keywords, tuple(results), views))
+        is_sum = all(it.is_sum for it in same)
+        calls.append(Call(operator, tuple(arguments), keywords, tuple(results), views, is_sum))
     return calls
+
+
+def joined(calls: Sequence[Call]) -> list[Call]:
+    """Let one operator add a residual and normalise the sum, with the same bits as two."""
+    norms = {
+        torch.ops.foo.rms_norm.default: torch.ops.foo.add_rms_norm.default,
+        torch.ops.foo.layer_norm.default: torch.ops.foo.add_layer_norm.default,
+    }
+    result: list[Call] = []
+    for call in calls:
+        before = result[-1] if result else None
+        if (
+            before is not None
+            and before.is_sum
+            and call.operator in norms
+            and call.arguments[0] == before.results[0]
+        ):
+            arguments = (*before.arguments, *call.arguments[1:])
+            results = (*call.results, *before.results)
+            result[-1] = Call(norms[call.operator], arguments, call.keywords, results)
+        else:
+            result.append(call)
+    return result
 
 
 def check_written(recordings: Sequence[Recording]) -> None:
@@ -511,7 +546,7 @@ def make_program(
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    calls = merged_calls(recordings, positions)
+    calls = joined(merged_calls(recordings, positions))
     builder = Builder(calls, recordings[0].addresses)
     instructions = builder.instructions(outputs)
     returned = [builder.register(it) for it in outputs]
