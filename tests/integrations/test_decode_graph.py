@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
+from foo_ops.integrations.transformers.cache import LEAST_ROOM
 from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,7 +138,7 @@ def test_tokens_are_the_same(name, call, runs):
     apply(model)
     for _ in range(2):
         assert_same(generated(model, prompt, **options), theirs)
-    assert runs or call == "beams"
+    assert runs
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -160,13 +161,49 @@ def test_quantised_models_and_caches(options, runs):
     assert len(runs) >= 12
 
 
+BEAMS = {
+    "dynamic": (LLAMA, {}, {}),
+    "static": (LLAMA, {}, {"cache_implementation": "static"}),
+    "8 bits": (LLAMA, {"cache": 8}, {}),
+    "windows": ("gemma2: softcap, windows in every second layer", {}, {}),
+    "encoder": ("t5: encoder", {}, {}),
+    "encoder, static": ("bart: encoder", {}, {"cache_implementation": "static"}),
+    "sampled": (LLAMA, {}, {"do_sample": True}),
+    "penalties": (LLAMA, {}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", BEAMS)
+def test_beams(case, runs):
+    """The cache is reordered after each token, which needs no new recording."""
+    name, options, call = BEAMS[case]
+    prompt = tokens(3, 7)
+    call = {**call, "attention_mask": padding("left", 7).long(), "num_beams": 4}
+    model = apply(MODELS[name](), **options, decode=False)
+    theirs = generated(model, prompt, 50, **call)
+    apply(model, **options)
+    assert_same(generated(model, prompt, 50, **call), theirs)
+    assert len(runs) >= 35
+    del runs[:]
+    assert_same(generated(model, prompt, 50, **call), theirs)
+    assert len(runs) >= 40
+
+
+def test_beams_of_a_cache_that_grows(runs):
+    model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
+    prompt = tokens(1, 5)
+    theirs = generated(model, prompt, 140, num_beams=4)
+    assert_same(generated(apply(model), prompt, 140, num_beams=4), theirs)
+    assert len(runs) == 139 - TOKENS
+
+
 def test_a_cache_that_grows(runs):
-    """Memory is allocated twice: from 64 positions, and from 130 on."""
+    """Memory is allocated three times: at first, at 64 and at 130 positions."""
     model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
     prompt = tokens(1, 5)
     theirs = generated(model, prompt, 140)
     assert_same(generated(apply(model), prompt, 140), theirs)
-    assert len(runs) > 115
+    assert len(runs) == 139 - TOKENS
 
 
 def test_a_graph_serves_caches_of_other_lengths(runs):
@@ -577,6 +614,29 @@ def python_calls(layers, **options):
 def test_python_calls_of_a_token_do_not_grow_with_the_layers():
     assert python_calls(8) == python_calls(2) < 200
     assert python_calls(8, decode=False) > 8 * 150
+
+
+def python_calls_of_a_new_cache(layers):
+    """Return how many calls Python makes for a first token, and for one with full memory."""
+    model = apply(decoder(LLAMA, num_hidden_layers=layers))
+    token = tokens(1, 1)
+    with torch.no_grad():
+        for _ in range(2):
+            cache = DynamicCache(config=model.config)
+            model(tokens(1, LEAST_ROOM // 2), past_key_values=cache)
+            counts = [[0] for _ in range(LEAST_ROOM // 2 + 1)]
+            for count in counts:
+                with counted_calls(count):
+                    model(token, past_key_values=cache)
+    return counts[0][0], counts[-1][0]
+
+
+def test_python_calls_of_a_token_with_a_new_cache():
+    """The graph is bound to the cache, whose objects are listed for that."""
+    few, many = map(python_calls_of_a_new_cache, (2, 8))
+    first, full = ((b - a) / 6 for a, b in zip(few, many))
+    assert first < 260
+    assert full < 520
 
 
 def test_failures_end():

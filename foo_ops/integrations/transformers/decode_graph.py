@@ -77,15 +77,16 @@ SHARED_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
 """Files with tables of functions that all models call."""
 
 SIZES = {
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *("hidden_size", "d_model", "n_embd"),
+    *("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"),
+    *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"),
+    *("encoder_layers", "decoder_layers"),
+    *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("head_dim", "d_kv", "k_head_dim", "v_head_dim"),
+    *("vocab_size", "batch_size"),
 }
-"""Integers of configurations to which no model compares the length of a cache."""
+"""Integers of configurations and caches to which no model compares the length of a cache."""
 
 
 # ----------------------------------------------------------------------------- the state of a cache
@@ -188,7 +189,7 @@ class State(Description):
                 key = number, name
                 self.keys.append(key)
                 self.values.append(value)
-                if kind is int:
+                if kind is int and name not in SIZES:
                     self.integers.append(len(self.atoms))
                 before = len(self.tensors)
                 self.add(value, room)
