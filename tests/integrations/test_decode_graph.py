@@ -15,11 +15,11 @@ from support.forked import failures
 from support.transformer_models import DECODERS, GROUPED, build, decoder, padding, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
 from foo_ops.integrations.transformers.cache import LEAST_ROOM
-from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, TOKENS
+from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, STEPS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -194,7 +194,7 @@ def test_beams_of_a_cache_that_grows(runs):
     prompt = tokens(1, 5)
     theirs = generated(model, prompt, 140, num_beams=4)
     assert_same(generated(apply(model), prompt, 140, num_beams=4), theirs)
-    assert len(runs) == 139 - TOKENS
+    assert len(runs) == 139 - STEPS
 
 
 def test_a_cache_that_grows(runs):
@@ -203,7 +203,7 @@ def test_a_cache_that_grows(runs):
     prompt = tokens(1, 5)
     theirs = generated(model, prompt, 140)
     assert_same(generated(apply(model), prompt, 140), theirs)
-    assert len(runs) == 139 - TOKENS
+    assert len(runs) == 139 - STEPS
 
 
 def test_a_graph_serves_caches_of_other_lengths(runs):
@@ -214,6 +214,79 @@ def test_a_graph_serves_caches_of_other_lengths(runs):
     assert_same(generated(model, tokens(1, 33), 8), theirs)
     assert graph_count(model) == count
     assert len(runs) - before == 7
+
+
+def decoded(model, inputs, cache, counts):
+    """Return the logits of calls for so many tokens each."""
+    parts = inputs.split(counts, 1)
+    with torch.no_grad():
+        return [model(part, past_key_values=cache).logits for part in parts]
+
+
+def test_static_caches_of_other_lengths(runs):
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    for length in (30, 40, 30, 50, 40):
+        parts = [
+            decoded(it, tokens(2, 20), StaticCache(it.config, length), [4, *[1] * 16])
+            for it in (model, own)
+        ]
+        assert_same(*parts)
+    assert len(runs) == 2 * 16 + 3 * (16 - STEPS)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 160)])
+def test_several_tokens_at_once(make, runs):
+    """A graph for each number of tokens, as prompt lookup and assisted decoding call for."""
+    model, own = (
+        apply(decoder(LLAMA, max_position_embeddings=512), decode=it) for it in (True, False)
+    )
+    counts = [5, *[2, 3, 7, 1, 16] * 5]
+    inputs = tokens(2, sum(counts))
+    for _ in range(2):
+        assert_same(*(decoded(it, inputs, make(config=it.config), counts) for it in (model, own)))
+    assert len(runs) == 5 * (5 - STEPS) + 25
+    assert graph_count(model) == 5
+
+
+def test_several_tokens_across_a_limit(runs):
+    """Windows of 6 positions: the same operators do not serve calls that begin before the end."""
+    name = "mistral: windows"
+    model, own = apply(decoder(name)), apply(decoder(name), decode=False)
+    for first in range(1, 9):
+        counts = [first, *[2] * 20]
+        caches = [DynamicCache(config=it.config) for it in (model, own)]
+        inputs = tokens(1, sum(counts))
+        assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    assert runs
+
+
+ASSISTED = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 4},
+    "assistant": lambda: {"assistant_model": apply(decoder(LLAMA, num_hidden_layers=1))},
+}
+
+
+@pytest.mark.parametrize("case", ASSISTED)
+def test_assisted_decoding(case, runs):
+    model = apply(decoder(LLAMA), decode=False)
+    prompt = tokens(1, 4).repeat(1, 3)
+    theirs = generated(model, prompt, 45, **ASSISTED[case]())
+    apply(model)
+    for _ in range(2):
+        assert_same(generated(model, prompt, 45, **ASSISTED[case]()), theirs)
+    assert runs
+    assert graph_count(model) <= 32
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_rows(rows, runs):
+    model = apply(decoder(LLAMA), decode=False)
+    mask = torch.ones(rows, 7, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : row % 6] = 0
+    theirs = generated(model, tokens(rows, 7), attention_mask=mask)
+    assert_same(generated(apply(model), tokens(rows, 7), attention_mask=mask), theirs)
+    assert len(runs) == 19 - STEPS
 
 
 def test_the_cache_after_a_call(runs):
@@ -604,7 +677,7 @@ def python_calls(layers, **options):
     token, counts = tokens(1, 1), [0]
     with torch.no_grad():
         model(tokens(1, 4), past_key_values=cache)
-        for _ in range(TOKENS + 2):
+        for _ in range(STEPS + 2):
             model(token, past_key_values=cache)
         with counted_calls(counts):
             model(token, past_key_values=cache)

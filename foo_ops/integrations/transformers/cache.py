@@ -170,11 +170,11 @@ def is_installed(module: nn.Module) -> bool:
     return any(hook in HOOKS.values() for hook in module._forward_pre_hooks.values())
 
 
-def make_room(cache: Cache) -> None:
-    """Let the layers of a cache that grow have memory for one further position."""
+def make_room(cache: Cache, count: int) -> None:
+    """Let the layers of a cache that grow have memory for some further positions."""
     for layer in getattr(cache, "self_attention_cache", cache).layers:
         if isinstance(layer, GrowingLayer):
-            layer.make_room()
+            layer.make_room(count)
 
 
 def is_recorded(layer: Any, *given: Tensor) -> bool:
@@ -312,13 +312,13 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         return Memory(max(2 * (length + count), LEAST_ROOM), length, held, given)
 
-    def make_room(self) -> None:
-        """Have memory for one further position, as `update` would need it."""
+    def make_room(self, count: int) -> None:
+        """Have memory for some further positions, as `update` would need it."""
         if not self.get_seq_length() or is_recorded(self):
             return
         held: Any = (self.keys, self.values)
-        if self.memory is None or not self.memory.has_room(held, 1):
-            self.memory = self.new_memory(held, held, 1)
+        if self.memory is None or not self.memory.has_room(held, count):
+            self.memory = self.new_memory(held, held, count)
             self.keys, self.values = self.memory.show()
 
     def reorder_cache(self, beam_idx: Any) -> None:

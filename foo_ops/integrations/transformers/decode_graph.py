@@ -1,7 +1,7 @@
-"""The step of one token, recorded once and then run without Python.
+"""The step of one token, or a few, recorded once and then run without Python.
 
 A model that decodes calls the same operators for each token; between them, Python takes more time
-than the operators of a small model. So three tokens are recorded, and a program runs the others
+than the operators of a small model. So three steps are recorded, and a program runs the others
 (`foo_ops.integrations.transformers.recording`). What the step changes in the cache's objects, such
 as lengths and views, is recorded with it.
 """
@@ -53,8 +53,10 @@ from foo_ops.integrations.transformers.replacement import (
     replace,
 )
 
-TOKENS = 3
-"""Recorded tokens from which a program is made: two for the lines, one to check them."""
+MOST_TOKENS = 16
+"""Tokens of a call that may run as a graph, such as drafts that are checked at once."""
+STEPS = 3
+"""Recorded steps from which a program is made: two for the lines, one to check them."""
 MOST_FAILURES = 6
 """After as many recordings in vain, one after the other, such calls are not recorded again."""
 MOST_VARIANTS = 4
@@ -245,6 +247,7 @@ class Graph:
     """A program with all that it takes to call it in place of the model.
 
     Attributes:
+        count: tokens of a call.
         tensors: the numbers of the arguments' tensors that the program reads.
         inputs: the numbers of the cache's tensors that the program reads.
         arguments, before: descriptions of the arguments and of the cache's values.
@@ -256,6 +259,7 @@ class Graph:
     """
 
     program: Program
+    count: int
     tensors: list[int]
     inputs: list[int]
     arguments: Pattern
@@ -287,7 +291,7 @@ class Binding:
 
     def __init__(self, graph: Graph, state: State) -> None:
         self.graph = graph
-        self.limit = min(state.limit, graph.positions[1])
+        self.limit = min(state.limit - graph.count + 1, graph.positions[1])
         self.snapshot = Snapshot(state.owners, [])
         self.inputs = [state.tensors[it] for it in graph.inputs]
         self.tensors = []
@@ -331,10 +335,10 @@ def limits_of(integers: Iterable[int]) -> list[int]:
     return sorted({it + near for it in integers if it > 1 for near in (-1, 0, 1)})
 
 
-def around(position: int, limits: list[int]) -> tuple[int, int]:
-    """Return the limits before and behind a position."""
+def around(position: int, count: int, limits: list[int]) -> tuple[int, int]:
+    """Return the first position between the same limits, and the first with tokens beyond."""
     place = bisect_right(limits, position)
-    return limits[place - 1] if place else 0, [*limits, UNLIMITED][place]
+    return limits[place - 1] if place else 0, [*limits, UNLIMITED][place] - count + 1
 
 
 def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
@@ -362,6 +366,8 @@ class Key(NamedTuple):
     is_inference: bool
     cache: type
     batch: int
+    count: int
+    """Tokens of each sequence."""
     arguments: tuple[str, ...]
     region: int
     """The number of the configuration's integers that are smaller than the length of the cache."""
@@ -495,7 +501,11 @@ class FooDecoder(Replacement):
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
         cache = named.get("past_key_values", named.get("cache_params"))
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
-        if not isinstance(cache, Cache) or not isinstance(tokens, Tensor) or tokens.shape[-1] != 1:
+        if (
+            not isinstance(cache, Cache)
+            or not isinstance(tokens, Tensor)
+            or not 0 < tokens.shape[-1] <= MOST_TOKENS
+        ):
             return own(*arguments, **keywords)
         return decode(self, own, named, tokens, cache)
 
@@ -507,10 +517,12 @@ class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):
 def decode(
     model: Any, own: Callable[..., Any], arguments: dict[str, Any], tokens: Tensor, cache: Any
 ) -> Any:
-    """Call a model for one token: by a graph if there is one, and else by its own forward."""
+    """Call a model for a few tokens: by a graph if there is one, and else by its own forward."""
     known = graphs_of(model)
     position = known.position_of(cache)
-    if known.reason or not position:
+    count = tokens.shape[-1]
+    region = bisect_right(known.limits, position)
+    if known.reason or not position or region < bisect_right(known.limits, position + count - 1):
         return own(**arguments)
     given = described(arguments, cache)
     if not given.is_known:
@@ -519,8 +531,9 @@ def decode(
         torch.is_inference_mode_enabled(),
         type(cache),
         len(tokens),
+        count,
         tuple(arguments),
-        bisect_right(known.limits, position),
+        region,
     )
     output = run_again(known, key, given, cache, position)
     if output is not None:
@@ -528,7 +541,7 @@ def decode(
     has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
     if has_failed and key not in known.graphs:
         return own(**arguments)
-    foo_cache.make_room(cache)
+    foo_cache.make_room(cache, count)
     state = State(cache)
     output, misses = run(known, key, given, cache, state, position)
     if output is not None:
@@ -643,8 +656,8 @@ def record(
             raise NotRecordedError(recording.failure)
         parts = given.atoms, state.atoms, changes, result
         steps = [*steps, Step(recording, position, parts)]
-        if len(steps) == TOKENS:
-            known.add(key, make_graph(steps, len(given.tensors), state))
+        if len(steps) == STEPS:
+            known.add(key, make_graph(steps, key.count, len(given.tensors), state))
         else:
             known.steps[key] = steps
     except NotRecordedError as reason:
@@ -692,8 +705,8 @@ def output_of(recording: Recording, output: Any, cache: Any) -> tuple[type, dict
     return type(output), fields
 
 
-def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
-    """Make a graph from steps of successive tokens.
+def make_graph(steps: list[Step], count: int, argument_count: int, state: State) -> Graph:
+    """Make a graph from steps of a few tokens each.
 
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
@@ -702,7 +715,8 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
     parts = merged_all([it.parts for it in steps], positions)
     arguments, before, changes, (output_class, fields) = parts
     limits = limits_of(before[it] for it in state.integers if type(before[it]) is int)
-    if len({bisect_right(limits, it) for it in positions}) > 1:
+    reached = [*positions, *(it + count - 1 for it in positions)]
+    if len({bisect_right(limits, it) for it in reached}) > 1:
         raise NotRecordedError("it passes a limit of its cache")
     names = [it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)]
     outputs = {name: Output(number) for number, name in enumerate(dict.fromkeys(names))}
@@ -711,6 +725,7 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
     places = {key: place for place, key in enumerate(state.keys_of_tensors)}
     return Graph(
         program=program,
+        count=count,
         tensors=[it for it in used if it < argument_count],
         inputs=inputs,
         arguments=Pattern(arguments),
@@ -718,7 +733,7 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         changes={
             key: outputs[it] if isinstance(it, Name) else as_line(it) for key, it in changes.items()
         },
-        positions=around(positions[0], limits),
+        positions=around(positions[0], count, limits),
         next_inputs=[
             (inputs.index(places[key]), outputs[it].number)
             for key, it in changes.items()
