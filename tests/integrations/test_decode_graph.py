@@ -46,6 +46,13 @@ MODELS = {
             vocab_size=97, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
         ),
     ),
+    "rwkv: a list of states": lambda: build(
+        transformers.AutoModelForCausalLM,
+        lambda: transformers.RwkvConfig(
+            vocab_size=97, hidden_size=48, attention_hidden_size=48, intermediate_size=64,
+            num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        ),
+    ),
     "t5: encoder": lambda: build(
         transformers.AutoModelForSeq2SeqLM,
         lambda: transformers.T5Config(
@@ -246,6 +253,17 @@ def test_several_tokens_at_once(make, runs):
         assert_same(*(decoded(it, inputs, make(config=it.config), counts) for it in (model, own)))
     assert len(runs) == 5 * (5 - STEPS) + 25
     assert graph_count(model) == 5
+
+
+def test_several_tokens_that_fill_the_memory(runs):
+    """Memory has 64 positions at first, and 132 later: neither is a multiple of 3 from 5 on."""
+    made = decoder(LLAMA, max_position_embeddings=512)
+    model, own = apply(copy.deepcopy(made)), apply(made, decode=False)
+    counts = [5, *[3] * 50]
+    inputs = tokens(2, sum(counts))
+    caches = [DynamicCache(config=it.config) for it in (model, own)]
+    assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    assert len(runs) >= 40
 
 
 def test_several_tokens_across_a_limit(runs):

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
@@ -159,7 +160,7 @@ class State(Description):
         limit: from this length on, a layer's memory is full.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache | list[Tensor]) -> None:
         super().__init__(KNOWN)
         self.owners: list[Any] = []
         self.keys: list[tuple[int, Any]] = []
@@ -394,8 +395,8 @@ class Graphs:
         self.graphs: OrderedDict[Key, list[Graph]] = OrderedDict()
         self.failures: dict[Key, list[str]] = {}
         self.steps: dict[Key, list[Step]] = {}
-        self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
-        self.calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.bindings: WeakKeyDictionary[Cache, Binding] = WeakKeyDictionary()
+        self.calls: Any = WeakIdKeyDictionary()
         values = [getattr(it, "config", None) for it in model.modules()]
         configs = {id(it): it for it in values if isinstance(it, PreTrainedConfig)}.values()
         self.limits = limits_of(it for config in configs for it in integers_of(config.to_dict()))
@@ -413,9 +414,11 @@ class Graphs:
         """Return the length of a cache; for one without a length, the number of the call."""
         try:
             return int(cache.get_seq_length())
-        except ValueError:  # all of its layers are recurrent
-            self.calls[cache] = self.calls.get(cache, 0) + 1
-            return self.calls[cache]
+        except (AttributeError, ValueError):  # all of its layers are recurrent
+            # Lists cannot be referenced weakly.
+            counted = cache[0] if isinstance(cache, list) else cache
+            self.calls[counted] = self.calls.get(counted, 0) + 1
+            return int(self.calls[counted])
 
     def add(self, key: Key, graph: Graph) -> None:
         self.failures.pop(key, None)
@@ -443,6 +446,15 @@ def has_foreign_hooks(module: Any) -> bool:
 
 
 GRAPHS = "_foo_graphs"
+CACHES = ("past_key_values", "cache_params", "state")
+"""Names of the argument that is a cache."""
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache, or the list of tensors that Rwkv has for one."""
+    return isinstance(value, Cache) or (
+        type(value) is list and value != [] and all(type(it) is Tensor for it in value)
+    )
 
 
 def is_unusual() -> bool:
@@ -499,10 +511,10 @@ class FooDecoder(Replacement):
         if torch.compiler.is_compiling() or self.training or is_unusual():
             return own(*arguments, **keywords)
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
-        cache = named.get("past_key_values", named.get("cache_params"))
+        cache = next((named[it] for it in CACHES if named.get(it) is not None), None)
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
         if (
-            not isinstance(cache, Cache)
+            not is_cache(cache)
             or not isinstance(tokens, Tensor)
             or not 0 < tokens.shape[-1] <= MOST_TOKENS
         ):
@@ -541,7 +553,8 @@ def decode(
     has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
     if has_failed and key not in known.graphs:
         return own(**arguments)
-    foo_cache.make_room(cache, count)
+    if isinstance(cache, Cache):
+        foo_cache.make_room(cache, count)
     state = State(cache)
     output, misses = run(known, key, given, cache, state, position)
     if output is not None:
@@ -568,7 +581,7 @@ def run_again(
     known: Graphs, key: Key, given: Description, cache: Any, position: int
 ) -> ModelOutput | None:
     """Return the output of the graph that has run this cache's last call, if it fits still."""
-    binding = known.bindings.get(cache)
+    binding = known.bindings.get(cache) if isinstance(cache, Cache) else None
     if (
         binding is None
         or binding.graph not in known.graphs.get(key, ())
@@ -593,7 +606,8 @@ def run(
         binding = Binding(graph, state)
         output = run_bound(binding, given.tensors, cache, position)
         if output is not None:
-            known.bindings[cache] = binding
+            if isinstance(cache, Cache):
+                known.bindings[cache] = binding
             known.has_run = True
             return output, misses
         misses += 1
