@@ -182,10 +182,10 @@ class State(Description):
         if isinstance(owner, foo_cache.Memory):
             room = owner.room
             self.limit = min(self.limit, room)
-        is_list = isinstance(content, list)
-        self.atoms += (type(owner), len(content), *(() if is_list else content))
-        for name, value in list(enumerate(content) if is_list else content.items()):
-            kind = type(value)
+        named = dict(enumerate(content)) if isinstance(content, list) else content.copy()
+        self.atoms += (type(owner), len(named), *named)
+        for name, value in named.items():
+            kind: Any = type(value)
             if is_owner(kind):
                 self.add_owner(value)
             elif room is None or name != "room":
@@ -367,7 +367,7 @@ class Key(NamedTuple):
     is_inference: bool
     cache: type
     batch: int
-    count: int
+    token_count: int
     """Tokens of each sequence."""
     arguments: tuple[str, ...]
     region: int
@@ -671,7 +671,7 @@ def record(
         parts = given.atoms, state.atoms, changes, result
         steps = [*steps, Step(recording, position, parts)]
         if len(steps) == STEPS:
-            known.add(key, make_graph(steps, key.count, len(given.tensors), state))
+            known.add(key, make_graph(steps, key.token_count, len(given.tensors), state))
         else:
             known.steps[key] = steps
     except NotRecordedError as reason:
