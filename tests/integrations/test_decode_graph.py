@@ -17,7 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
+from foo_ops.integrations.transformers import (
+    apply,
+    decode_graph,
+    left_alone,
+    replaced,
+    restore,
+)
 from foo_ops.integrations.transformers.cache import LEAST_ROOM
 from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, STEPS
 
@@ -110,8 +116,6 @@ def graph_count(model):
 @pytest.fixture
 def runs(monkeypatch):
     """Record the positions of the tokens that were computed by a graph."""
-    from foo_ops.integrations.transformers import decode_graph
-
     positions, own = [], decode_graph.run_bound
 
     def run_bound(binding, given, cache, position):
@@ -296,7 +300,18 @@ def test_assisted_decoding(case, runs):
     for _ in range(2):
         assert_same(generated(model, prompt, 45, **ASSISTED[case]()), theirs)
     assert runs
-    assert graph_count(model) <= 32
+
+
+def test_graphs_and_steps_are_bounded(monkeypatch):
+    monkeypatch.setattr(decode_graph, "MOST_KEYS", 3)
+    made = decoder(LLAMA, max_position_embeddings=512)
+    model, own = apply(copy.deepcopy(made)), apply(made, decode=False)
+    for counts in ([4, *[1] * 4, *[2] * 4, *[3] * 4, *[4] * 4], [4, 6, 7, 8, 9, 10, 11]):
+        inputs = tokens(1, sum(counts))
+        caches = [DynamicCache(config=it.config) for it in (model, own)]
+        assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    known = vars(model)[GRAPHS]
+    assert len(known.graphs) == len(known.steps) == 3
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 16])

@@ -64,8 +64,8 @@ MOST_VARIANTS = 4
 """Graphs of the same calls, whose operators depend on what a tensor contains."""
 MOST_GRAPHS = 16
 """Graphs of a kind of calls that are kept, such as for several lengths of static caches."""
-MOST_KEYS = 32
-"""Kinds of calls whose graphs are kept."""
+MOST_KEYS = 64
+"""Kinds of calls whose graphs are kept, and as many whose steps are."""
 
 UNLIMITED = 2**62
 
@@ -394,7 +394,7 @@ class Graphs:
         self.reason = changes or reason_of(model)
         self.graphs: OrderedDict[Key, list[Graph]] = OrderedDict()
         self.failures: dict[Key, list[str]] = {}
-        self.steps: dict[Key, list[Step]] = {}
+        self.steps: OrderedDict[Key, list[Step]] = OrderedDict()
         self.bindings: WeakKeyDictionary[Cache, Binding] = WeakKeyDictionary()
         self.calls: Any = WeakIdKeyDictionary()
         values = [getattr(it, "config", None) for it in model.modules()]
@@ -425,6 +425,11 @@ class Graphs:
         self.graphs[key] = [*self.graphs.get(key, ()), graph][-MOST_GRAPHS:]
         if len(self.graphs) > MOST_KEYS:
             self.graphs.popitem(last=False)
+
+    def keep(self, key: Key, steps: list[Step]) -> None:
+        self.steps[key] = steps
+        if len(self.steps) > MOST_KEYS:
+            self.steps.popitem(last=False)
 
 
 def reason_of(model: nn.Module) -> str | None:
@@ -673,7 +678,7 @@ def record(
         if len(steps) == STEPS:
             known.add(key, make_graph(steps, key.token_count, len(given.tensors), state))
         else:
-            known.steps[key] = steps
+            known.keep(key, steps)
     except NotRecordedError as reason:
         known.failures.setdefault(key, []).append(str(reason))
     return output
