@@ -153,9 +153,9 @@ class State(Description):
 
     Attributes:
         owners: the dictionaries and lists that hold values.
-        keys: for each value the number of its owner, and its key.
         values: the values.
-        keys_of_tensors: for each tensor the key of its value.
+        owner_numbers, names: for each value the number of its owner, and its name there.
+        values_of_tensors: for each tensor the place of its value.
         integers: the places of values that are integers among the atoms.
         limit: from this length on, a layer's memory is full.
     """
@@ -163,9 +163,11 @@ class State(Description):
     def __init__(self, cache: Cache | list[Tensor]) -> None:
         super().__init__(KNOWN)
         self.owners: list[Any] = []
-        self.keys: list[tuple[int, Any]] = []
+        # Lists of integers and names: 400 tuples would call Python's garbage collector.
         self.values: list[Any] = []
-        self.keys_of_tensors: list[tuple[int, Any]] = []
+        self.owner_numbers: list[int] = []
+        self.names: list[Any] = []
+        self.values_of_tensors: list[int] = []
         self.integers: list[int] = []
         self.limit = UNLIMITED
         self.add_owner(cache)
@@ -189,14 +191,19 @@ class State(Description):
             if is_owner(kind):
                 self.add_owner(value)
             elif room is None or name != "room":
-                key = number, name
-                self.keys.append(key)
+                place = len(self.values)
                 self.values.append(value)
+                self.owner_numbers.append(number)
+                self.names.append(name)
                 if kind is int and name not in SIZES:
                     self.integers.append(len(self.atoms))
-                before = len(self.tensors)
                 self.add(value, room)
-                self.keys_of_tensors += [key] * (len(self.tensors) - before)
+                while len(self.values_of_tensors) < len(self.tensors):
+                    self.values_of_tensors.append(place)
+
+    def keys(self) -> list[tuple[int, Any]]:
+        """Return for each value the number of its owner and its name."""
+        return list(zip(self.owner_numbers, self.names))
 
 
 @lru_cache
@@ -688,13 +695,13 @@ def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[
     """Return the values that a call has changed, in which tensors are names."""
     if not before.is_known:
         raise NotRecordedError("its cache holds other values than tensors and numbers")
-    if before.keys != after.keys:
+    if before.keys() != after.keys():
         raise NotRecordedError("it adds to the objects of its cache")
     if any(old is not new for old, new in zip(before.owners, after.owners)):
         raise NotRecordedError("it replaces objects of its cache")
     changed = {
         key: new
-        for key, old, new in zip(after.keys, before.values, after.values)
+        for key, old, new in zip(after.keys(), before.values, after.values)
         if differ(old, new)
     }
     if any(type(it) is not int and not isinstance(it, Tensor) for it in changed.values()):
@@ -741,7 +748,8 @@ def make_graph(steps: list[Step], count: int, argument_count: int, state: State)
     outputs = {name: Output(number) for number, name in enumerate(dict.fromkeys(names))}
     program, used = make_program([it.recording for it in steps], positions, list(outputs))
     inputs = [it - argument_count for it in used if it >= argument_count]
-    places = {key: place for place, key in enumerate(state.keys_of_tensors)}
+    keys = state.keys()
+    places = {keys[value]: place for place, value in enumerate(state.values_of_tensors)}
     return Graph(
         program=program,
         count=count,
