@@ -744,8 +744,8 @@ def test_python_calls_of_a_token_with_a_new_cache():
     """The graph is bound to the cache, whose objects are listed for that."""
     few, many = map(python_calls_of_a_new_cache, (2, 8))
     first, full = ((b - a) / 6 for a, b in zip(few, many))
-    assert first < 260
-    assert full < 520
+    assert first < 320
+    assert full < 560
 
 
 def test_failures_end():
