@@ -23,6 +23,8 @@ from benchmarks.models import AS_IT_IS
 SECTION = "decode"
 FROM_PYTHON = "foo, from Python"
 """The same operators, without `apply(decode=True)`."""
+COMPILED = {"compiled": {}, "compiled, C++ wrapper": {"cpp_wrapper": True}}
+"""Ways to compile a model, with Inductor's options."""
 PARTS = {
     "products": ("linear", "mm", "experts"),
     "attention": ("attention",),
@@ -132,11 +134,62 @@ def contenders(size: models.Size, threads: int) -> Contenders:
         AS_IT_IS: lambda: tokens_of(copy.deepcopy(model), size),
     }
     if size.is_compiled:
-        makers["compiled"] = lambda: PerToken(
-            models.ready(models.decoding(copy.deepcopy(model), size, torch.compile), threads),
-            size.decoded,
-        )
+        for name, options in COMPILED.items():
+            makers[name] = partial(compiled, model, size, options, threads)
+        makers["AOTInductor"] = lambda: exported(copy.deepcopy(model), size, threads)
     return makers
+
+
+def compiled(model: Any, size: models.Size, options: dict[str, Any], threads: int) -> PerToken:
+    wrap = partial(torch.compile, options=options)
+    local = models.decoding(copy.deepcopy(model), size, wrap)
+    return PerToken(models.ready(local, threads), size.decoded)
+
+
+class Exportable(torch.nn.Module):
+    """A step of one token with a static cache whose tensors are buffers, as torch.export needs."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        from transformers import StaticCache
+
+        super().__init__()
+        self.model = model
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=length)
+        heads = model.config.num_key_value_heads
+        self.cache.early_initialization(1, heads, model.config.head_dim, model.dtype, model.device)
+        for number, layer in enumerate(self.cache.layers):
+            for name in ("keys", "values", "cumulative_length"):
+                self.register_buffer(f"{name}_{number}", getattr(layer, name), persistent=False)
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        for number, layer in enumerate(self.cache.layers):
+            for name in ("keys", "values", "cumulative_length"):
+                setattr(layer, name, getattr(self, f"{name}_{number}"))
+            layer.cumulative_length.copy_(position)
+        logits: Tensor = self.model(tokens, past_key_values=self.cache).logits
+        return logits
+
+
+def exported(model: Any, size: models.Size, threads: int) -> PerToken:
+    """Compile ahead of time, for one length of the cache and these weights."""
+    tokens = size.tokens(1, size.prompt + 1)
+    positions = [torch.tensor(it) for it in range(size.prompt + size.decoded)]
+    module = Exportable(model, len(positions)).eval()
+    with torch_threads(threads), torch.no_grad():
+        program = torch.export.export(module, (tokens[:, :1], positions[0]), strict=False)
+        package = torch._inductor.aoti_compile_and_package(
+            program, inductor_configs={"max_autotune": True}
+        )
+        step = torch._inductor.aoti_load_package(package)
+        for token, position in zip(tokens.split(1, 1), positions[: size.prompt]):
+            step(token, position)
+
+    def run() -> Tensor:
+        for position in positions[size.prompt :]:
+            logits: Tensor = step(tokens[:, -1:], position)
+        return logits
+
+    return PerToken(Local(run, torch.no_grad), size.decoded)
 
 
 def tokens_of(model: Any, size: models.Size) -> PerToken:

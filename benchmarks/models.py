@@ -23,6 +23,8 @@ SECTION = "models"
 AS_IT_IS = "torch"
 """The peer that is the unchanged model."""
 DTYPES = ("bfloat16", "float32")
+QUANTISED: dict[str, dict[str, Any]] = {"prefill": {"activations": 8}, "decoding": {}}
+"""Phases that are run with weights of few bits, too, and the further options of `apply`."""
 GGUF_WEIGHTS = "4 bits"
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -290,9 +292,9 @@ def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
         OURS: lambda: run(apply(copy.deepcopy(model)), size),
         AS_IT_IS: lambda: run(copy.deepcopy(model), size),
     }
-    if phase == "decoding":
+    if phase in QUANTISED:
         for bits in (8, 4):
-            makers[f"{OURS}, {bits} bits"] = partial(quantised, model, size, bits)
+            makers[f"{OURS}, {bits} bits"] = partial(quantised, model, size, phase, bits)
     if phase in ("prefill", "decoding"):
         makers |= by_llama_cpp(model, size, dtype, phase)
     if size.is_compiled:
@@ -307,12 +309,13 @@ def ready(contender: Local, threads: int) -> Local:
     return contender
 
 
-def quantised(model: Any, size: Size, bits: int) -> Local:
-    """Decode with weights of few bits, whose results differ and are not compared."""
+def quantised(model: Any, size: Size, phase: str, bits: int) -> Local:
+    """Compute with weights of few bits, with results that differ and are not compared."""
     from foo_ops.integrations.transformers import apply
 
-    step = decoding(apply(copy.deepcopy(model), quantize=bits), size)
-    step.results = decoding(apply(copy.deepcopy(model)), size).results  # type: ignore[method-assign]
+    run: Callable[..., Local] = PHASE_RUNS[phase]
+    step = run(apply(copy.deepcopy(model), quantize=bits, **QUANTISED[phase]), size)
+    step.results = run(apply(copy.deepcopy(model)), size).results  # type: ignore[method-assign]
     return step
 
 

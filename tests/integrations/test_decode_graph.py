@@ -15,10 +15,17 @@ from support.forked import failures
 from support.transformer_models import DECODERS, GROUPED, build, decoder, padding, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
-from foo_ops.integrations.transformers import apply, left_alone, replaced, restore
-from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, TOKENS
+from foo_ops.integrations.transformers import (
+    apply,
+    decode_graph,
+    left_alone,
+    replaced,
+    restore,
+)
+from foo_ops.integrations.transformers.cache import LEAST_ROOM
+from foo_ops.integrations.transformers.decode_graph import GRAPHS, MOST_FAILURES, STEPS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +52,13 @@ MODELS = {
             vocab_size=97, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
         ),
     ),
+    "rwkv: a list of states": lambda: build(
+        transformers.AutoModelForCausalLM,
+        lambda: transformers.RwkvConfig(
+            vocab_size=97, hidden_size=48, attention_hidden_size=48, intermediate_size=64,
+            num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        ),
+    ),
     "t5: encoder": lambda: build(
         transformers.AutoModelForSeq2SeqLM,
         lambda: transformers.T5Config(
@@ -62,6 +76,8 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
+REFUSED = {("rwkv: a list of states", "beams")}
+"""Calls that transformers refuses."""
 CALLS = {
     "one": {},
     "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.2},
@@ -100,8 +116,6 @@ def graph_count(model):
 @pytest.fixture
 def runs(monkeypatch):
     """Record the positions of the tokens that were computed by a graph."""
-    from foo_ops.integrations.transformers import decode_graph
-
     positions, own = [], decode_graph.run_bound
 
     def run_bound(binding, given, cache, position):
@@ -127,6 +141,7 @@ MOST = {LLAMA, "gemma2: softcap, windows in every second layer", "qwen3_next: re
         pytest.param(name, call, marks=() if name in MOST or call == "one" else pytest.mark.whole)
         for name in MODELS
         for call in CALLS
+        if (name, call) not in REFUSED
     ],
 )
 def test_tokens_are_the_same(name, call, runs):
@@ -137,7 +152,7 @@ def test_tokens_are_the_same(name, call, runs):
     apply(model)
     for _ in range(2):
         assert_same(generated(model, prompt, **options), theirs)
-    assert runs or call == "beams"
+    assert runs
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -160,13 +175,49 @@ def test_quantised_models_and_caches(options, runs):
     assert len(runs) >= 12
 
 
+BEAMS = {
+    "dynamic": (LLAMA, {}, {}),
+    "static": (LLAMA, {}, {"cache_implementation": "static"}),
+    "8 bits": (LLAMA, {"cache": 8}, {}),
+    "windows": ("gemma2: softcap, windows in every second layer", {}, {}),
+    "encoder": ("t5: encoder", {}, {}),
+    "encoder, static": ("bart: encoder", {}, {"cache_implementation": "static"}),
+    "sampled": (LLAMA, {}, {"do_sample": True}),
+    "penalties": (LLAMA, {}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", BEAMS)
+def test_beams(case, runs):
+    """The cache is reordered after each token, which needs no new recording."""
+    name, options, call = BEAMS[case]
+    prompt = tokens(3, 7)
+    call = {**call, "attention_mask": padding("left", 7).long(), "num_beams": 4}
+    model = apply(MODELS[name](), **options, decode=False)
+    theirs = generated(model, prompt, 50, **call)
+    apply(model, **options)
+    assert_same(generated(model, prompt, 50, **call), theirs)
+    assert len(runs) >= 35
+    del runs[:]
+    assert_same(generated(model, prompt, 50, **call), theirs)
+    assert len(runs) >= 40
+
+
+def test_beams_of_a_cache_that_grows(runs):
+    model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
+    prompt = tokens(1, 5)
+    theirs = generated(model, prompt, 140, num_beams=4)
+    assert_same(generated(apply(model), prompt, 140, num_beams=4), theirs)
+    assert len(runs) == 139 - STEPS
+
+
 def test_a_cache_that_grows(runs):
-    """Memory is allocated twice: from 64 positions, and from 130 on."""
+    """Memory is allocated three times: at first, at 64 and at 130 positions."""
     model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
     prompt = tokens(1, 5)
     theirs = generated(model, prompt, 140)
     assert_same(generated(apply(model), prompt, 140), theirs)
-    assert len(runs) > 115
+    assert len(runs) == 139 - STEPS
 
 
 def test_a_graph_serves_caches_of_other_lengths(runs):
@@ -177,6 +228,101 @@ def test_a_graph_serves_caches_of_other_lengths(runs):
     assert_same(generated(model, tokens(1, 33), 8), theirs)
     assert graph_count(model) == count
     assert len(runs) - before == 7
+
+
+def decoded(model, inputs, cache, counts):
+    """Return the logits of calls for so many tokens each."""
+    parts = inputs.split(counts, 1)
+    with torch.no_grad():
+        return [model(part, past_key_values=cache).logits for part in parts]
+
+
+def test_static_caches_of_other_lengths(runs):
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    for length in (30, 40, 30, 50, 40):
+        parts = [
+            decoded(it, tokens(2, 20), StaticCache(it.config, length), [4, *[1] * 16])
+            for it in (model, own)
+        ]
+        assert_same(*parts)
+    assert len(runs) == 2 * 16 + 3 * (16 - STEPS)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 160)])
+def test_several_tokens_at_once(make, runs):
+    """A graph for each number of tokens, as prompt lookup and assisted decoding call for."""
+    model, own = (
+        apply(decoder(LLAMA, max_position_embeddings=512), decode=it) for it in (True, False)
+    )
+    counts = [5, *[2, 3, 7, 1, 16] * 5]
+    inputs = tokens(2, sum(counts))
+    for _ in range(2):
+        assert_same(*(decoded(it, inputs, make(config=it.config), counts) for it in (model, own)))
+    assert len(runs) == 5 * (5 - STEPS) + 25
+    assert graph_count(model) == 5
+
+
+def test_several_tokens_that_fill_the_memory(runs):
+    """Memory has 64 positions at first, and 132 later: neither is a multiple of 3 from 5 on."""
+    made = decoder(LLAMA, max_position_embeddings=512)
+    model, own = apply(copy.deepcopy(made)), apply(made, decode=False)
+    counts = [5, *[3] * 50]
+    inputs = tokens(2, sum(counts))
+    caches = [DynamicCache(config=it.config) for it in (model, own)]
+    assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    assert len(runs) >= 40
+
+
+def test_several_tokens_across_a_limit(runs):
+    """Windows of 6 positions: the same operators do not serve calls that begin before the end."""
+    name = "mistral: windows"
+    model, own = apply(decoder(name)), apply(decoder(name), decode=False)
+    for first in range(1, 9):
+        counts = [first, *[2] * 20]
+        caches = [DynamicCache(config=it.config) for it in (model, own)]
+        inputs = tokens(1, sum(counts))
+        assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    assert runs
+
+
+ASSISTED = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 4},
+    "assistant": lambda: {"assistant_model": apply(decoder(LLAMA, num_hidden_layers=1))},
+}
+
+
+@pytest.mark.parametrize("case", ASSISTED)
+def test_assisted_decoding(case, runs):
+    model = apply(decoder(LLAMA), decode=False)
+    prompt = tokens(1, 4).repeat(1, 3)
+    theirs = generated(model, prompt, 45, **ASSISTED[case]())
+    apply(model)
+    for _ in range(2):
+        assert_same(generated(model, prompt, 45, **ASSISTED[case]()), theirs)
+    assert runs
+
+
+def test_graphs_and_steps_are_bounded(monkeypatch):
+    monkeypatch.setattr(decode_graph, "MOST_KEYS", 3)
+    made = decoder(LLAMA, max_position_embeddings=512)
+    model, own = apply(copy.deepcopy(made)), apply(made, decode=False)
+    for counts in ([4, *[1] * 4, *[2] * 4, *[3] * 4, *[4] * 4], [4, 6, 7, 8, 9, 10, 11]):
+        inputs = tokens(1, sum(counts))
+        caches = [DynamicCache(config=it.config) for it in (model, own)]
+        assert_same(*(decoded(*it, counts) for it in zip((model, own), [inputs] * 2, caches)))
+    known = vars(model)[GRAPHS]
+    assert len(known.graphs) == len(known.steps) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_rows(rows, runs):
+    model = apply(decoder(LLAMA), decode=False)
+    mask = torch.ones(rows, 7, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : row % 6] = 0
+    theirs = generated(model, tokens(rows, 7), attention_mask=mask)
+    assert_same(generated(apply(model), tokens(rows, 7), attention_mask=mask), theirs)
+    assert len(runs) == 19 - STEPS
 
 
 def test_the_cache_after_a_call(runs):
@@ -567,7 +713,7 @@ def python_calls(layers, **options):
     token, counts = tokens(1, 1), [0]
     with torch.no_grad():
         model(tokens(1, 4), past_key_values=cache)
-        for _ in range(TOKENS + 2):
+        for _ in range(STEPS + 2):
             model(token, past_key_values=cache)
         with counted_calls(counts):
             model(token, past_key_values=cache)
@@ -577,6 +723,29 @@ def python_calls(layers, **options):
 def test_python_calls_of_a_token_do_not_grow_with_the_layers():
     assert python_calls(8) == python_calls(2) < 200
     assert python_calls(8, decode=False) > 8 * 150
+
+
+def python_calls_of_a_new_cache(layers):
+    """Return how many calls Python makes for a first token, and for one with full memory."""
+    model = apply(decoder(LLAMA, num_hidden_layers=layers))
+    token = tokens(1, 1)
+    with torch.no_grad():
+        for _ in range(2):
+            cache = DynamicCache(config=model.config)
+            model(tokens(1, LEAST_ROOM // 2), past_key_values=cache)
+            counts = [[0] for _ in range(LEAST_ROOM // 2 + 1)]
+            for count in counts:
+                with counted_calls(count):
+                    model(token, past_key_values=cache)
+    return counts[0][0], counts[-1][0]
+
+
+def test_python_calls_of_a_token_with_a_new_cache():
+    """The graph is bound to the cache, whose objects are listed for that."""
+    few, many = map(python_calls_of_a_new_cache, (2, 8))
+    first, full = ((b - a) / 6 for a, b in zip(few, many))
+    assert first < 320
+    assert full < 560
 
 
 def test_failures_end():

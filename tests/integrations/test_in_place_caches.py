@@ -112,6 +112,29 @@ def test_what_was_taken_from_a_growing_cache_stays(bits):
 
 
 @pytest.mark.parametrize("bits", [None, 8])
+def test_a_cache_is_reordered_in_place_unless_others_hold_it(bits):
+    caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache()]
+    for cache in caches:
+        collections.deque(steps(cache, 6, batch=3), maxlen=0)
+    layer = caches[0].layers[0]
+    address, held = layer.memory.tensors[0].data_ptr(), []
+    for order in ([2, 0, 1], [0, 1, 2], [1, 1, 0], [2, 1, 0], [0, 1]):
+        if order == [2, 1, 0]:
+            held = [(it, it.clone()) for it in (layer.keys, layer.values)]
+        for cache in caches:
+            cache.reorder_cache(torch.tensor(order))
+        *_, (_, _, ours) = steps(caches[0], 1, batch=len(order))
+        *_, (_, _, theirs) = steps(caches[1], 1, batch=len(order))
+        if bits is None:
+            assert all(map(torch.equal, ours, theirs))
+        else:
+            torch.testing.assert_close([it.numbers() for it in ours], [*theirs], atol=0.03, rtol=0)
+        assert (layer.memory.tensors[0].data_ptr() == address) == (not held)
+        del ours
+    assert all(torch.equal(*pair) for pair in held)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
 def test_a_cropped_cache_that_nobody_else_holds_goes_on_in_place(bits):
     """Assisted generation crops in each step."""
     caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache()]

@@ -170,6 +170,13 @@ def is_installed(module: nn.Module) -> bool:
     return any(hook in HOOKS.values() for hook in module._forward_pre_hooks.values())
 
 
+def make_room(cache: Cache, count: int) -> None:
+    """Let the layers of a cache that grow have memory for some further positions."""
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if isinstance(layer, GrowingLayer):
+            layer.make_room(count)
+
+
 def is_recorded(layer: Any, *given: Tensor) -> bool:
     """Whether gradients are recorded for the tensors that a layer holds or is given."""
     if not torch.is_grad_enabled():
@@ -214,14 +221,16 @@ class Memory:
 
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
         """Whether a layer holds the latest views, and the given tensors fit behind them."""
-        if not self.is_latest(held):
-            return False
         keys, values = self.tensors
         if given[0].dtype != keys.dtype or given[1].dtype != values.dtype:
             return False
-        if self.is_inference and not torch.is_inference_mode_enabled():
+        return self.has_room(held, given[0].shape[2])
+
+    def has_room(self, held: Sequence[Tensor], count: int) -> bool:
+        """Whether a layer holds the latest views, with room behind them that may be written."""
+        if not self.is_latest(held) or self.end + count > self.room:
             return False
-        return self.end + given[0].shape[2] <= self.room
+        return not self.is_inference or torch.is_inference_mode_enabled()
 
     def rewind(self, held: Sequence[Tensor]) -> None:
         """Continue after a crop if nobody holds more; assisted generation crops in each step."""
@@ -238,12 +247,28 @@ class Memory:
         self.positions.fill_(self.end)
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.end += given[0].shape[2]
+        return self.show()
+
+    def show(self) -> tuple[Tensor, Tensor]:
+        """Return views of all that was written."""
         keys, values = self.shown
         self.last_keys, self.last_values = (
             keys.narrow(2, 0, self.end),
             values.narrow(2, 0, self.end),
         )
         return self.last_keys, self.last_values
+
+    def overwrite(self, new: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Replace all that was written, and return views of it.
+
+        Where others hold parts, or with another number of rows, the given tensors are returned.
+        """
+        self.last_keys = self.last_values = None
+        if any(holders_of(it) != 2 or len(it) != len(new[0]) for it in self.tensors):
+            return new
+        for tensor, it in zip(self.tensors, new):
+            tensor.narrow(2, 0, self.end).copy_(it)
+        return self.show()
 
 
 def holders_of(tensor: Tensor) -> int:
@@ -278,11 +303,33 @@ class GrowingLayer(DynamicLayer):
         held: Any = (self.keys, self.values)
         given = (promoted(key_states, held[0]), promoted(value_states, held[1]))
         if self.memory is None or not self.memory.continues(held, given):
-            length = self.get_seq_length()
-            room = max(2 * (length + key_states.shape[2]), LEAST_ROOM)
-            self.memory = Memory(room, length, held, given)
+            self.memory = self.new_memory(held, given, key_states.shape[2])
         self.keys, self.values = self.memory.append(given)
         return self.keys, self.values
+
+    def new_memory(self, held: Sequence[Tensor], given: Sequence[Tensor], count: int) -> Memory:
+        """Return memory for some further positions, and for as many again as there are then."""
+        length = self.get_seq_length()
+        return Memory(max(2 * (length + count), LEAST_ROOM), length, held, given)
+
+    def make_room(self, count: int) -> None:
+        """Have memory for some further positions, as `update` would need it."""
+        if not self.get_seq_length() or is_recorded(self):
+            return
+        held: Any = (self.keys, self.values)
+        if self.memory is None or not self.memory.has_room(held, count):
+            self.memory = self.new_memory(held, held, count)
+            self.keys, self.values = self.memory.show()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Reorder the batch in place, if nobody else holds the keys and values."""
+        held: Any = (self.keys, self.values)
+        if self.memory is None or is_recorded(self) or not self.memory.has_room(held, 0):
+            super().reorder_cache(beam_idx)
+        elif beam_idx.tolist() != list(range(len(held[0]))):
+            new = [it.index_select(0, beam_idx.to(it.device)) for it in held]
+            self.keys = self.values = held = None
+            self.keys, self.values = self.memory.overwrite(new)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

@@ -1,7 +1,7 @@
-"""The step of one token, recorded once and then run without Python.
+"""The step of one token, or a few, recorded once and then run without Python.
 
 A model that decodes calls the same operators for each token; between them, Python takes more time
-than the operators of a small model. So three tokens are recorded, and a program runs the others
+than the operators of a small model. So three steps are recorded, and a program runs the others
 (`foo_ops.integrations.transformers.recording`). What the step changes in the cache's objects, such
 as lengths and views, is recorded with it.
 """
@@ -15,12 +15,13 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
@@ -42,10 +43,8 @@ from foo_ops.integrations.transformers.recording import (
     NotRecordedError,
     Recording,
     address_of,
-    holds_at,
     make_program,
     merged_all,
-    tensors_in,
 )
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -55,16 +54,18 @@ from foo_ops.integrations.transformers.replacement import (
     replace,
 )
 
-TOKENS = 3
-"""Recorded tokens from which a program is made: two for the lines, one to check them."""
+MOST_TOKENS = 16
+"""Tokens of a call that may run as a graph, such as drafts that are checked at once."""
+STEPS = 3
+"""Recorded steps from which a program is made: two for the lines, one to check them."""
 MOST_FAILURES = 6
 """After as many recordings in vain, one after the other, such calls are not recorded again."""
 MOST_VARIANTS = 4
 """Graphs of the same calls, whose operators depend on what a tensor contains."""
 MOST_GRAPHS = 16
 """Graphs of a kind of calls that are kept, such as for several lengths of static caches."""
-MOST_KEYS = 32
-"""Kinds of calls whose graphs are kept."""
+MOST_KEYS = 64
+"""Kinds of calls whose graphs are kept, and as many whose steps are."""
 
 UNLIMITED = 2**62
 
@@ -79,43 +80,102 @@ SHARED_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
 """Files with tables of functions that all models call."""
 
 SIZES = {
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *("hidden_size", "d_model", "n_embd"),
+    *("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"),
+    *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"),
+    *("encoder_layers", "decoder_layers"),
+    *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("head_dim", "d_kv", "k_head_dim", "v_head_dim"),
+    *("vocab_size", "batch_size"),
 }
-"""Integers of configurations to which no model compares the length of a cache."""
+"""Integers of configurations and caches to which no model compares the length of a cache."""
 
 
 # ----------------------------------------------------------------------------- the state of a cache
 
 
-class State:
+class Description:
+    """Values as one flat list, so that equal lists mean the same operators.
+
+    The lists of successive tokens are merged; integers may grow.
+
+    Attributes:
+        atoms: for a tensor its class, dtype, device and sizes, and where it occurs again its first
+            place; for a list its class and length, for a dictionary its keys; other values
+            themselves.
+        tensors: the tensors, in order.
+        places: the first place of each tensor, by its id.
+        is_known: whether the values are of classes that cannot hide others.
+    """
+
+    def __init__(self, known: tuple[type, ...]) -> None:
+        self.known = known
+        self.atoms: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.places: dict[int, int] = {}
+        self.is_known = True
+
+    def add(self, value: Any, room: int | None = None) -> None:
+        """Add a value. Memory may have any ``room``, its third size."""
+        if isinstance(value, Tensor):
+            self.add_tensor(value, room)
+        elif isinstance(value, (tuple, list)):
+            self.atoms += (type(value), len(value))
+            for it in value:
+                self.add(it, room)
+        elif isinstance(value, dict):
+            self.atoms += (type(value), len(value), *value)
+            for it in value.values():
+                self.add(it, room)
+        else:
+            self.atoms.append(value)
+            if not isinstance(value, self.known):
+                self.is_known = False
+
+    def add_tensor(self, tensor: Tensor, room: int | None) -> None:
+        place = len(self.tensors)
+        first = self.places.setdefault(id(tensor), place)
+        self.tensors.append(tensor)
+        if first != place:
+            self.atoms += (Tensor, first)
+            return
+        kind, shape = type(tensor), tensor.shape
+        self.atoms += (kind, tensor.dtype, tensor.device, len(shape), *shape)
+        if room is not None and len(shape) == 4 and shape[2] == room:
+            self.atoms[-2] = None
+        if kind not in PLAIN:
+            self.is_known = False
+
+
+class State(Description):
     """Everything that a cache's objects hold, by the object and the name.
 
     Attributes:
         owners: the dictionaries and lists that hold values.
-        values: the values, by the number of their owner and their key.
-        descriptions: descriptions of the values, and of which tensors are the same.
-        is_known: whether the values are of classes that cannot hide others.
+        values: the values.
+        owner_numbers, names: for each value the number of its owner, and its name there.
+        values_of_tensors: for each tensor the place of its value.
+        integers: the places of values that are integers among the atoms.
         limit: from this length on, a layer's memory is full.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache | list[Tensor]) -> None:
+        super().__init__(KNOWN)
         self.owners: list[Any] = []
-        self.values: dict[tuple[int, Any], Any] = {}
-        self.descriptions: dict[Any, Any] = {}
-        self.is_known = True
+        # Lists of integers and names: 400 tuples would call Python's garbage collector.
+        self.values: list[Any] = []
+        self.owner_numbers: list[int] = []
+        self.names: list[Any] = []
+        self.values_of_tensors: list[int] = []
+        self.integers: list[int] = []
         self.limit = UNLIMITED
-        self.add(cache)
-        tensors = self.tensors()
-        self.descriptions["same"] = first_places(map(id, tensors))
-        self.descriptions["same memory"] = first_places(map(address_of, tensors))
+        self.add_owner(cache)
+        addresses: dict[int, int] = {}
+        for place in self.places.values():
+            self.atoms.append(addresses.setdefault(address_of(self.tensors[place]), place))
 
-    def add(self, owner: Any) -> None:
+    def add_owner(self, owner: Any) -> None:
         """Add the values of an object, list or dictionary, and then those of the ones it holds."""
         content = owner if isinstance(owner, (dict, list)) else vars(owner)
         number = len(self.owners)
@@ -124,50 +184,37 @@ class State:
         if isinstance(owner, foo_cache.Memory):
             room = owner.room
             self.limit = min(self.limit, room)
-        items = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in list(items):
-            if isinstance(value, (dict, list)) or is_part_of_cache(value):
-                self.add(value)
-            elif room is None or key != "room":
-                self.values[number, key] = value
-                self.descriptions[number, key] = described(value, room)
-                self.is_known = self.is_known and is_plain(value, KNOWN)
+        named = dict(enumerate(content)) if isinstance(content, list) else content.copy()
+        self.atoms += (type(owner), len(named), *named)
+        for name, value in named.items():
+            kind: Any = type(value)
+            if is_owner(kind):
+                self.add_owner(value)
+            elif room is None or name != "room":
+                place = len(self.values)
+                self.values.append(value)
+                self.owner_numbers.append(number)
+                self.names.append(name)
+                if kind is int and name not in SIZES:
+                    self.integers.append(len(self.atoms))
+                self.add(value, room)
+                while len(self.values_of_tensors) < len(self.tensors):
+                    self.values_of_tensors.append(place)
 
-    def tensors(self) -> list[Tensor]:
-        return list(tensors_in(self.values))
-
-    def keys_of_tensors(self) -> list[Any]:
-        """Return the key of each of the tensors."""
-        return [key for key, value in self.values.items() for _ in tensors_in(value)]
-
-
-def is_part_of_cache(value: Any) -> bool:
-    """Whether a value is an object of a cache: another cache, a layer, or our memory of a layer."""
-    library = type(value).__module__.partition(".")[0]
-    is_other = isinstance(value, (type, PreTrainedConfig, Tensor)) or callable(value)
-    return library in ("transformers", "foo_ops") and hasattr(value, "__dict__") and not is_other
+    def keys(self) -> list[tuple[int, Any]]:
+        """Return for each value the number of its owner and its name."""
+        return list(zip(self.owner_numbers, self.names))
 
 
-def first_places(values: Iterable[Any]) -> list[int]:
-    """Return for each value the place where it occurs first."""
-    places: dict[Any, int] = {}
-    return [places.setdefault(it, place) for place, it in enumerate(values)]
-
-
-def described(value: Any, room: int | None = None) -> Any:
-    """Describe a value, so that equal descriptions mean the same operators.
-
-    The descriptions of successive tokens are merged; integers may grow. Memory may have any
-    ``room``.
-    """
-    if isinstance(value, Tensor):
-        shape = [None if it == room else it for it in value.shape]
-        return [type(value), value.dtype, value.device, shape]
-    if isinstance(value, (tuple, list)):
-        return [described(it, room) for it in value]
-    if isinstance(value, dict):
-        return {name: described(it, room) for name, it in value.items()}
-    return value
+@lru_cache
+def is_owner(kind: type) -> bool:
+    """Whether objects of a class hold values of a cache: other caches, layers, memory, lists."""
+    if issubclass(kind, (dict, list)):
+        return True
+    library = kind.__module__.partition(".")[0]
+    is_callable = any("__call__" in vars(it) for it in kind.__mro__)
+    is_other = issubclass(kind, (type, PreTrainedConfig, Tensor)) or is_callable
+    return library in ("transformers", "foo_ops") and kind.__dictoffset__ != 0 and not is_other
 
 
 # ------------------------------------------------------------------------------------- one token
@@ -185,28 +232,22 @@ class Step(NamedTuple):
 
     recording: Recording
     position: int
-    parts: tuple[Any, Any, dict[tuple[int, Any], Any], tuple[type, dict[str, Any]]]
+    parts: tuple[list[Any], list[Any], dict[tuple[int, Any], Any], tuple[type, dict[str, Any]]]
 
 
 class Pattern:
-    """Descriptions by name that a call has to meet, those with lines apart from the others."""
+    """A description that a call has to meet, with lines in place of integers that grow."""
 
-    def __init__(self, descriptions: dict[Any, Any]) -> None:
-        self.lines = {name: it for name, it in descriptions.items() if has_line(it)}
-        self.constants = {name: it for name, it in descriptions.items() if name not in self.lines}
+    def __init__(self, atoms: list[Any]) -> None:
+        self.lines = [(place, *it) for place, it in enumerate(atoms) if isinstance(it, Line)]
+        self.atoms = [0 if isinstance(it, Line) else it for it in atoms]
+        self.classes = [*map(type, self.atoms)]
 
-    def holds(self, descriptions: dict[Any, Any], position: int) -> bool:
-        if descriptions.keys() != self.lines.keys() | self.constants.keys():
-            return False
-        return all(descriptions[name] == it for name, it in self.constants.items()) and all(
-            holds_at(it, descriptions[name], position) for name, it in self.lines.items()
-        )
-
-
-def has_line(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, Line) or (isinstance(value, list) and any(map(has_line, value)))
+    def holds(self, atoms: list[Any], position: int) -> bool:
+        expected = self.atoms.copy()
+        for place, start, step in self.lines:
+            expected[place] = start + step * position
+        return expected == atoms and [*map(type, atoms)] == self.classes
 
 
 @dataclass
@@ -214,6 +255,7 @@ class Graph:
     """A program with all that it takes to call it in place of the model.
 
     Attributes:
+        count: tokens of a call.
         tensors: the numbers of the arguments' tensors that the program reads.
         inputs: the numbers of the cache's tensors that the program reads.
         arguments, before: descriptions of the arguments and of the cache's values.
@@ -225,6 +267,7 @@ class Graph:
     """
 
     program: Program
+    count: int
     tensors: list[int]
     inputs: list[int]
     arguments: Pattern
@@ -256,10 +299,9 @@ class Binding:
 
     def __init__(self, graph: Graph, state: State) -> None:
         self.graph = graph
-        self.limit = min(state.limit, graph.positions[1])
+        self.limit = min(state.limit - graph.count + 1, graph.positions[1])
         self.snapshot = Snapshot(state.owners, [])
-        tensors = state.tensors()
-        self.inputs = [tensors[it] for it in graph.inputs]
+        self.inputs = [state.tensors[it] for it in graph.inputs]
         self.tensors = []
         self.integers = []
         for (owner, key), change in graph.changes.items():
@@ -301,10 +343,10 @@ def limits_of(integers: Iterable[int]) -> list[int]:
     return sorted({it + near for it in integers if it > 1 for near in (-1, 0, 1)})
 
 
-def around(position: int, limits: list[int]) -> tuple[int, int]:
-    """Return the limits before and behind a position."""
+def around(position: int, count: int, limits: list[int]) -> tuple[int, int]:
+    """Return the first position between the same limits, and the first with tokens beyond."""
     place = bisect_right(limits, position)
-    return limits[place - 1] if place else 0, [*limits, UNLIMITED][place]
+    return limits[place - 1] if place else 0, [*limits, UNLIMITED][place] - count + 1
 
 
 def containers_of(value: Any, depth: int = 2) -> Iterator[Any]:
@@ -332,6 +374,8 @@ class Key(NamedTuple):
     is_inference: bool
     cache: type
     batch: int
+    token_count: int
+    """Tokens of each sequence."""
     arguments: tuple[str, ...]
     region: int
     """The number of the configuration's integers that are smaller than the length of the cache."""
@@ -357,9 +401,9 @@ class Graphs:
         self.reason = changes or reason_of(model)
         self.graphs: OrderedDict[Key, list[Graph]] = OrderedDict()
         self.failures: dict[Key, list[str]] = {}
-        self.steps: dict[Key, list[Step]] = {}
-        self.bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
-        self.calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.steps: OrderedDict[Key, list[Step]] = OrderedDict()
+        self.bindings: WeakKeyDictionary[Cache, Binding] = WeakKeyDictionary()
+        self.calls: Any = WeakIdKeyDictionary()
         values = [getattr(it, "config", None) for it in model.modules()]
         configs = {id(it): it for it in values if isinstance(it, PreTrainedConfig)}.values()
         self.limits = limits_of(it for config in configs for it in integers_of(config.to_dict()))
@@ -377,15 +421,22 @@ class Graphs:
         """Return the length of a cache; for one without a length, the number of the call."""
         try:
             return int(cache.get_seq_length())
-        except ValueError:  # all of its layers are recurrent
-            self.calls[cache] = self.calls.get(cache, 0) + 1
-            return self.calls[cache]
+        except (AttributeError, ValueError):  # all of its layers are recurrent
+            # Lists cannot be referenced weakly.
+            counted = cache[0] if isinstance(cache, list) else cache
+            self.calls[counted] = self.calls.get(counted, 0) + 1
+            return int(self.calls[counted])
 
     def add(self, key: Key, graph: Graph) -> None:
         self.failures.pop(key, None)
         self.graphs[key] = [*self.graphs.get(key, ()), graph][-MOST_GRAPHS:]
         if len(self.graphs) > MOST_KEYS:
             self.graphs.popitem(last=False)
+
+    def keep(self, key: Key, steps: list[Step]) -> None:
+        self.steps[key] = steps
+        if len(self.steps) > MOST_KEYS:
+            self.steps.popitem(last=False)
 
 
 def reason_of(model: nn.Module) -> str | None:
@@ -407,6 +458,15 @@ def has_foreign_hooks(module: Any) -> bool:
 
 
 GRAPHS = "_foo_graphs"
+CACHES = ("past_key_values", "cache_params", "state")
+"""Names of the argument that is a cache."""
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache, or the list of tensors that Rwkv has for one."""
+    return isinstance(value, Cache) or (
+        type(value) is list and value != [] and all(type(it) is Tensor for it in value)
+    )
 
 
 def is_unusual() -> bool:
@@ -423,22 +483,11 @@ def is_unusual() -> bool:
     )
 
 
-def plain_arguments(arguments: dict[str, Any], cache: Any) -> tuple[Any, list[Tensor]] | None:
-    """Return descriptions of a call's arguments, and their tensors; None for other classes."""
-    others = {name: it for name, it in arguments.items() if it is not cache}
-    tensors = list(tensors_in(others))
-    if not is_plain(others):
-        return None
-    return described(others), tensors
-
-
-def is_plain(value: Any, known: tuple[type, ...] = VALUES) -> bool:
-    """Whether a value, or all in a collection, are of known classes."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return all(is_plain(it, known) for it in value)
-    return type(value) in PLAIN or isinstance(value, known)
+def described(arguments: dict[str, Any], cache: Any) -> Description:
+    """Describe the arguments of a call beside its cache."""
+    description = Description(VALUES)
+    description.add({name: it for name, it in arguments.items() if it is not cache})
+    return description
 
 
 class FooDecoder(Replacement):
@@ -474,9 +523,13 @@ class FooDecoder(Replacement):
         if torch.compiler.is_compiling() or self.training or is_unusual():
             return own(*arguments, **keywords)
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
-        cache = named.get("past_key_values", named.get("cache_params"))
+        cache = next((named[it] for it in CACHES if named.get(it) is not None), None)
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
-        if not isinstance(cache, Cache) or not isinstance(tokens, Tensor) or tokens.shape[-1] != 1:
+        if (
+            not is_cache(cache)
+            or not isinstance(tokens, Tensor)
+            or not 0 < tokens.shape[-1] <= MOST_TOKENS
+        ):
             return own(*arguments, **keywords)
         return decode(self, own, named, tokens, cache)
 
@@ -488,25 +541,39 @@ class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):
 def decode(
     model: Any, own: Callable[..., Any], arguments: dict[str, Any], tokens: Tensor, cache: Any
 ) -> Any:
-    """Call a model for one token: by a graph if there is one, and else by its own forward."""
+    """Call a model for a few tokens: by a graph if there is one, and else by its own forward."""
     known = graphs_of(model)
-    given = None if known.reason else plain_arguments(arguments, cache)
     position = known.position_of(cache)
-    if given is None or not position:
+    count = tokens.shape[-1]
+    region = bisect_right(known.limits, position)
+    if known.reason or not position or region < bisect_right(known.limits, position + count - 1):
+        return own(**arguments)
+    given = described(arguments, cache)
+    if not given.is_known:
         return own(**arguments)
     key = Key(
         torch.is_inference_mode_enabled(),
         type(cache),
         len(tokens),
+        count,
         tuple(arguments),
-        bisect_right(known.limits, position),
+        region,
     )
-    output, misses = run(known, key, *given, cache, position)
+    output = run_again(known, key, given, cache, position)
     if output is not None:
         return output
-    if misses >= MOST_VARIANTS or len(known.failures.get(key, ())) >= MOST_FAILURES:
+    has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
+    if has_failed and key not in known.graphs:
         return own(**arguments)
-    return record(known, key, own, arguments, *given, cache, position)
+    if isinstance(cache, Cache):
+        foo_cache.make_room(cache, count)
+    state = State(cache)
+    output, misses = run(known, key, given, cache, state, position)
+    if output is not None:
+        return output
+    if misses >= MOST_VARIANTS or has_failed:
+        return own(**arguments)
+    return record(known, key, own, arguments, given, cache, state, position)
 
 
 def graphs_of(model: Any) -> Graphs:
@@ -522,49 +589,50 @@ def graphs_of(model: Any) -> Graphs:
 # ------------------------------------------------------------------------------------------- run
 
 
+def run_again(
+    known: Graphs, key: Key, given: Description, cache: Any, position: int
+) -> ModelOutput | None:
+    """Return the output of the graph that has run this cache's last call, if it fits still."""
+    binding = known.bindings.get(cache) if isinstance(cache, Cache) else None
+    if (
+        binding is None
+        or binding.graph not in known.graphs.get(key, ())
+        or not binding.snapshot.holds()
+        or not binding.graph.arguments.holds(given.atoms, position)
+    ):
+        return None
+    return run_bound(binding, given.tensors, cache, position)
+
+
 def run(
-    known: Graphs, key: Key, descriptions: Any, tensors: list[Tensor], cache: Any, position: int
-) -> tuple[Any, int]:
+    known: Graphs, key: Key, given: Description, cache: Any, state: State, position: int
+) -> tuple[ModelOutput | None, int]:
     """Return the output of a graph that fits the call, or None, and how many graphs have missed.
 
-    A miss is a graph that fits but for a number that Python has read from a tensor. No graph fits
-    where memory is full, which counts as `MOST_VARIANTS`: recording such a call is of no use.
+    A miss is a graph that fits but for a number that Python has read from a tensor.
     """
-    binding = known.bindings.get(cache)
-    is_bound = (
-        binding is not None
-        and binding.graph in known.graphs.get(key, ())
-        and binding.snapshot.holds()
-        and binding.graph.arguments.holds(descriptions, position)
-    )
-    if is_bound:
-        assert binding is not None
-        output = run_bound(binding, tensors, cache, position)
-        if output is not None:
-            return output, 0
-    if key not in known.graphs:
-        return None, 0
-    state = State(cache)
-    if position >= state.limit:
-        return None, MOST_VARIANTS
     misses = 0
-    for graph in known.graphs[key]:
-        is_alike = graph.arguments.holds(descriptions, position)
-        if not is_alike or not fits(graph, state, position):
+    for graph in known.graphs.get(key, ()):
+        if not fits(graph, given, state, position):
             continue
         binding = Binding(graph, state)
-        output = run_bound(binding, tensors, cache, position)
+        output = run_bound(binding, given.tensors, cache, position)
         if output is not None:
-            known.bindings[cache] = binding
+            if isinstance(cache, Cache):
+                known.bindings[cache] = binding
             known.has_run = True
             return output, misses
         misses += 1
     return None, misses
 
 
-def fits(graph: Graph, state: State, position: int) -> bool:
+def fits(graph: Graph, given: Description, state: State, position: int) -> bool:
     first, end = graph.positions
-    return first <= position < end and graph.before.holds(state.descriptions, position)
+    return (
+        first <= position < end
+        and graph.arguments.holds(given.atoms, position)
+        and graph.before.holds(state.atoms, position)
+    )
 
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
@@ -594,9 +662,9 @@ def record(
     key: Key,
     own: Callable[..., Any],
     arguments: dict[str, Any],
-    descriptions: Any,
-    tensors: list[Tensor],
+    given: Description,
     cache: Any,
+    state: State,
     position: int,
 ) -> Any:
     """Call a model's own forward and record its operators; after some calls, make a graph."""
@@ -604,8 +672,7 @@ def record(
     if any(it.position == position for it in steps):
         known.steps[key] = steps
         return own(**arguments)
-    state = State(cache)
-    with Recording([*tensors, *state.tensors()]) as recording:
+    with Recording([*given.tensors, *state.tensors]) as recording:
         output = own(**arguments)
     try:
         changes = changes_of(recording, state, State(cache))
@@ -613,12 +680,12 @@ def record(
         recording.release()
         if recording.failure is not None:
             raise NotRecordedError(recording.failure)
-        parts = descriptions, state.descriptions, changes, result
+        parts = given.atoms, state.atoms, changes, result
         steps = [*steps, Step(recording, position, parts)]
-        if len(steps) == TOKENS:
-            known.add(key, make_graph(steps, len(tensors), state))
+        if len(steps) == STEPS:
+            known.add(key, make_graph(steps, key.token_count, len(given.tensors), state))
         else:
-            known.steps[key] = steps
+            known.keep(key, steps)
     except NotRecordedError as reason:
         known.failures.setdefault(key, []).append(str(reason))
     return output
@@ -628,12 +695,14 @@ def changes_of(recording: Recording, before: State, after: State) -> dict[tuple[
     """Return the values that a call has changed, in which tensors are names."""
     if not before.is_known:
         raise NotRecordedError("its cache holds other values than tensors and numbers")
-    if before.values.keys() != after.values.keys():
+    if before.keys() != after.keys():
         raise NotRecordedError("it adds to the objects of its cache")
     if any(old is not new for old, new in zip(before.owners, after.owners)):
         raise NotRecordedError("it replaces objects of its cache")
     changed = {
-        key: value for key, value in after.values.items() if differ(value, before.values[key])
+        key: new
+        for key, old, new in zip(after.keys(), before.values, after.values)
+        if differ(old, new)
     }
     if any(type(it) is not int and not isinstance(it, Tensor) for it in changed.values()):
         raise NotRecordedError("it changes more than tensors and integers of its cache")
@@ -662,8 +731,8 @@ def output_of(recording: Recording, output: Any, cache: Any) -> tuple[type, dict
     return type(output), fields
 
 
-def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
-    """Make a graph from steps of successive tokens.
+def make_graph(steps: list[Step], count: int, argument_count: int, state: State) -> Graph:
+    """Make a graph from steps of a few tokens each.
 
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
@@ -671,16 +740,19 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
     positions = [it.position for it in steps]
     parts = merged_all([it.parts for it in steps], positions)
     arguments, before, changes, (output_class, fields) = parts
-    limits = limits_of(it for it in before.values() if type(it) is int)
-    if len({bisect_right(limits, it) for it in positions}) > 1:
+    limits = limits_of(before[it] for it in state.integers if type(before[it]) is int)
+    reached = [*positions, *(it + count - 1 for it in positions)]
+    if len({bisect_right(limits, it) for it in reached}) > 1:
         raise NotRecordedError("it passes a limit of its cache")
     names = [it for it in (*changes.values(), *fields.values()) if isinstance(it, Name)]
     outputs = {name: Output(number) for number, name in enumerate(dict.fromkeys(names))}
     program, used = make_program([it.recording for it in steps], positions, list(outputs))
     inputs = [it - argument_count for it in used if it >= argument_count]
-    places = {key: place for place, key in enumerate(state.keys_of_tensors())}
+    keys = state.keys()
+    places = {keys[value]: place for place, value in enumerate(state.values_of_tensors)}
     return Graph(
         program=program,
+        count=count,
         tensors=[it for it in used if it < argument_count],
         inputs=inputs,
         arguments=Pattern(arguments),
@@ -688,7 +760,7 @@ def make_graph(steps: list[Step], argument_count: int, state: State) -> Graph:
         changes={
             key: outputs[it] if isinstance(it, Name) else as_line(it) for key, it in changes.items()
         },
-        positions=around(positions[0], limits),
+        positions=around(positions[0], count, limits),
         next_inputs=[
             (inputs.index(places[key]), outputs[it].number)
             for key, it in changes.items()
