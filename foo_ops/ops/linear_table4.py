@@ -59,9 +59,9 @@ def linear_table4(
 
     Example:
         >>> weight = torch.full((1, 16), 0x10, dtype=torch.uint8)  # codes 0 and 1 in turn
-        >>> table, scale = torch.linspace(-1, 1, 16), torch.tensor([[15.0]])
+        >>> table, scale = torch.arange(16) / 16, torch.tensor([[2.0]])
         >>> foo_ops.linear_table4(torch.ones(32), weight, scale, table)
-        tensor([-448.])
+        tensor([2.])
     """
     return torch.ops.foo.linear_table4.default(input, weight, scale, table, bias)
 
