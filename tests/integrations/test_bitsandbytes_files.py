@@ -114,9 +114,9 @@ def test_layers_of_other_tables_are_not_joined(tmp_path):
     exact, _ = write_checkpoint(tmp_path, in_4_bits, described(4))
     model = load(tmp_path, dtype=torch.float32)
     for some in (exact, model):
-        some.model.layers[0].self_attn.k_proj.weight.data.copy_(0)
-    table = model.model.layers[0].self_attn.k_proj.table
-    model.model.layers[0].self_attn.k_proj.table = torch.where(table == -1, 0, table)
+        some.model.layers[0].mlp.up_proj.weight.data.copy_(0)
+    table = model.model.layers[0].mlp.up_proj.table
+    model.model.layers[0].mlp.up_proj.table = torch.where(table == -1, 0, table)
     apply(model)
     assert_near(logits_of(model), logits_of(exact), roundings=64)
 

@@ -49,6 +49,16 @@ def test_a_number_of_the_table_may_be_infinite():
         assert output.tolist() == [[-64, torch.inf, -64]] * rows
 
 
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_an_infinite_input_takes_the_sign_of_its_weight(rows):
+    weight = torch.full((4, 32), 0xF0, dtype=torch.uint8)  # -1 and 1 in turn
+    table, input = torch.tensor(NF4), torch.ones(rows, 64)
+    for column in (0, 1, 20, 47):
+        infinite = input.index_fill(1, torch.tensor([column]), torch.inf)
+        output = foo_ops.linear_table4(infinite, weight, torch.ones(4, 2), table)
+        assert torch.equal(output, torch.full((rows, 4), torch.inf if column % 2 else -torch.inf))
+
+
 def arguments(**changed):
     given = {
         "input": torch.ones(2, 64),
