@@ -22,6 +22,7 @@ from benchmarks import (
     kit,
     linear,
     linear_cross_entropy,
+    loading,
     models,
     operators,
     peaks,
@@ -83,6 +84,7 @@ class Sizes:
     model: models.Size = models.DEFAULT
     encoder: encoders.Size = encoders.DEFAULT
     decode: decode.Size = decode.DEFAULT
+    loading: loading.Size = loading.DEFAULT
 
 
 DEFAULT = Sizes()
@@ -103,6 +105,7 @@ QUICK = Sizes(
     model=models.QUICK,
     encoder=encoders.QUICK,
     decode=decode.QUICK,
+    loading=loading.QUICK,
 )
 
 
@@ -135,6 +138,7 @@ def cases(
         *(it for count in single for it in models.cases(sizes.model, count)),
         *(it for count in single for it in encoders.cases(sizes.encoder, count)),
         *(it for count in single for it in decode.cases(sizes.decode, count)),
+        *loading.cases(sizes.loading, threads[-1]),
         # Last: it computes gradients in a thread of foo, whose OpenMP workers stay. With more
         # threads than processors OpenMP does not spin, and calls that take 160 us on two threads
         # take 250 from then on.

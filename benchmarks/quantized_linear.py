@@ -1,4 +1,4 @@
-"""Compares foo::linear_int8 and foo::linear_int4 with torch's, and with unquantized weights."""
+"""Compares linear layers with weights of 8 and 4 bits with torch's, and with unquantized ones."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ KINDS: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (4, 32), (4, 12
 """Bits, and group sizes."""
 ROUNDED_KINDS: tuple[tuple[int, int | None], ...] = ((8, None), (4, 128))
 """The same of layers that round their rows to 8 bits."""
+TABLE_KIND = 4, 64
+"""The same of codes of a table: bitsandbytes' blocks."""
 ROWS = (64, 1024)
 READ_TARGET, TARGET = 0.70, 0.60
 """Target fractions: of the read bandwidth for one row, of the float32 peak for more."""
@@ -36,7 +38,8 @@ Weights = tuple[Tensor, ...]
 class Layer:
     """A layer with weights of 8 bits, or of 8 or 4 bits in groups, and its number of input rows.
 
-    With ``activations``, rows are rounded to that many bits.
+    With ``activations``, rows are rounded to that many bits. With a table, weights of 4 bits are
+    codes of its numbers, as in NF4.
     """
 
     dtype: str
@@ -46,13 +49,15 @@ class Layer:
     bits: int
     group_size: int | None
     activations: int | None = None
+    has_table: bool = False
 
     @property
     def name(self) -> str:
+        kind = "codes of a table" if self.has_table else f"int{self.bits}"
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
         rows = "" if self.activations is None else f", rows of {self.activations} bits"
         sizes = f"{self.rows} x {self.width} x {self.outputs}"
-        return f"int{self.bits}{groups}{rows}, {self.dtype}, {sizes}"
+        return f"{kind}{groups}{rows}, {self.dtype}, {sizes}"
 
     @property
     def target(self) -> float:
@@ -63,9 +68,9 @@ class Layer:
 
     def weight_bytes(self) -> int:
         """Count the bytes of integers, scales and zeros."""
-        size = getattr(torch, self.dtype).itemsize
+        size = 4 if self.has_table else getattr(torch, self.dtype).itemsize
         groups = self.width // (self.group_size or self.width)
-        per_group = size if self.bits == 8 else 2 * size
+        per_group = size if self.bits == 8 or self.has_table else 2 * size
         return self.outputs * (self.width * self.bits // 8 + per_group * groups)
 
 
@@ -75,6 +80,10 @@ def layers(dtypes: Sequence[str]) -> Iterator[Layer]:
             yield Layer(dtype, 1, 4096, 4096, *kind)
             for rows in ROWS:
                 yield Layer(dtype, rows, 2816, 1024, *kind)
+    for dtype in (it for it in DTYPES if it in dtypes):
+        yield Layer(dtype, 1, 4096, 4096, *TABLE_KIND, has_table=True)
+        for rows in ROWS:
+            yield Layer(dtype, rows, 2816, 1024, *TABLE_KIND, has_table=True)
     for kind in ROUNDED_KINDS if "bfloat16" in dtypes else ():
         yield Layer("bfloat16", 1, 4096, 4096, *kind, activations=8)
         for rows in (16, *ROWS):
@@ -105,8 +114,12 @@ def contenders(layer: Layer) -> Contenders:
     input = torch.randn(layer.rows, layer.width).to(dtype)
     weight = (torch.randn(layer.outputs, layer.width) / layer.width**0.5).to(dtype)
     quantized = foo_ops.quantize_weight(weight, layer.bits, layer.group_size)
+    dense = foo_ops.dequantize_weight(*quantized)
     ways: dict[str, tuple[Callable[..., Tensor], Weights]]
-    if layer.bits == 4:
+    if layer.has_table:
+        codes, scale, _ = quantized
+        ways = {OURS: (foo_ops.linear_table4, (codes, scale.float(), torch.linspace(-1, 1, 16)))}
+    elif layer.bits == 4:
         ours = partial(
             foo_ops.linear_int4,
             group_size=layer.group_size,  # type: ignore[arg-type]
@@ -117,7 +130,6 @@ def contenders(layer: Layer) -> Contenders:
         ways = {OURS: (partial(foo_ops.linear_int8, activations=layer.activations), quantized)}
         if layer.group_size is None:
             ways["torch"] = torch.ops.aten._weight_int8pack_mm.default, quantized
-    dense = foo_ops.dequantize_weight(*quantized)
     ways[UNQUANTIZED] = F.linear, (dense,)
     least = peaks.bytes_beyond_the_caches() if layer.rows == 1 else 0
     makers: dict[str, Callable[[], Local]] = {

@@ -78,6 +78,13 @@ SECTIONS = {
         "An embedding model on texts of different lengths, tokens a second (more is better)",
         "tokens/s",
     ),
+    "loading": Section(
+        "Checkpoints of 4 bits: loading, beside reading the file, milliseconds (less is better)",
+        "ms",
+    ),
+    "memory of loading": Section(
+        "The same: the most memory at a time, beside the size of the file, megabytes", "MB"
+    ),
     "decode": Section(
         "Tokens one after the other, and the parts of a token, microseconds (less is better)", "us"
     ),

@@ -28,6 +28,8 @@ INTEGER_INT8_FEW_ROWS = Maker(INTEGER, "make_int8_few_rows_kernel")
 INTEGER_INT4_FEW_ROWS = Maker(INTEGER, "make_int4_few_rows_kernel")
 MXFP4_PRODUCT = Maker(QUANTIZED, "make_mxfp4_product_kernel")
 MXFP4_FEW_ROWS = Maker(QUANTIZED, "make_mxfp4_few_rows_kernel")
+TABLE4_PRODUCT = Maker(QUANTIZED, "make_table4_product_kernel")
+TABLE4_FEW_ROWS = Maker(QUANTIZED, "make_table4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
 LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
 LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy", "make_gradient_kernel")
@@ -102,6 +104,11 @@ _OWN = (
     ),
     OwnKernel("linear_mxfp4_product", MXFP4_PRODUCT),
     OwnKernel("linear_mxfp4_few_rows", MXFP4_FEW_ROWS),
+    OwnKernel("linear_table4_product", TABLE4_PRODUCT),
+    *(
+        OwnKernel(f"linear_table4_few_rows.{it}", TABLE4_FEW_ROWS, {"group_size": it})
+        for it in _GROUP_SIZES
+    ),
     OwnKernel("cross_entropy_statistics", STATISTICS),
     OwnKernel("cross_entropy_loss", LOSS),
     OwnKernel("cross_entropy_gradient", LOSS_GRADIENT),

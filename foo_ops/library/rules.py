@@ -6,8 +6,8 @@ These are torch.vmap, DTensor, nested tensors, autocast and FlopCounterMode.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -775,8 +775,20 @@ class _Nested(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------- autocast
 
 
-AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
-"""For each operator, the device types whose autocast it follows, and a dtype other than theirs."""
+class Autocast(NamedTuple):
+    """How an operator follows the autocast of a device type.
+
+    Attributes:
+        dtype: other than autocast's own.
+        uncast: names of arguments that stay as they are.
+    """
+
+    dtype: torch.dtype | None
+    uncast: tuple[str, ...]
+
+
+AUTOCASTS: dict[str, dict[str, Autocast]] = {}
+"""For each operator, the device types whose autocast it follows."""
 
 
 def register_autocast(
@@ -785,6 +797,7 @@ def register_autocast(
     cast_inputs: torch.dtype | None = None,
     /,
     *,
+    uncast: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> None:
     """Register autocast as torch.library does, for operators with keyword arguments, too.
@@ -795,10 +808,12 @@ def register_autocast(
         op: the operator.
         device_type: cpu, foo, or another that has autocast. By default, both cpu and foo.
         cast_inputs: the dtype to cast to. By default, that of autocast, as for matrix products.
+        uncast: the names of arguments that stay as they are, such as scales of float32.
         lib: the registration ends with this library; by default, with the process.
 
     Raises:
-        ValueError: for a device type that has no autocast.
+        ValueError: for a device type that has no autocast, and arguments that the operator does not
+            have.
 
     Example:
         >>> @foo_ops.library.numba_op("mylib::scaled_by")
@@ -810,12 +825,19 @@ def register_autocast(
         tensor([3., 3.], dtype=torch.bfloat16)
     """
     operator = find(op)
+    names = [it.name for it in operator._schema.arguments]
+    for name in uncast:
+        if name not in names:
+            raise ValueError(
+                f"register_autocast: uncast must have arguments of {operator.name()}, got {name}"
+            )
+    rule = Autocast(cast_inputs, tuple(uncast))
     for type_ in ("cpu", "foo") if device_type is None else (device_type,):
         if not is_autocast_available(type_):
             raise ValueError(f"Device type '{type_}' does not support autocast.")
         key = "Autocast" + key_for_device(type_)
-        kernel = _autocast_kernel(operator, type_, cast_inputs, key)
-        AUTOCASTS.setdefault(operator.name(), {})[type_] = cast_inputs
+        kernel = _autocast_kernel(operator, type_, rule, key)
+        AUTOCASTS.setdefault(operator.name(), {})[type_] = rule
         library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
 
 
@@ -831,16 +853,21 @@ def cast_as_autocast(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _autocast_kernel(
-    operator: OpOverload, device_type: str, dtype: torch.dtype | None, key: str
+    operator: OpOverload, device_type: str, rule: Autocast, key: str
 ) -> Callable[..., Any]:
     excluded = DispatchKeySet(getattr(DispatchKey, key))
+    names = [it.name for it in operator._schema.arguments]
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
-        to = dtype or torch.get_autocast_dtype(device_type)
+        to = rule.dtype or torch.get_autocast_dtype(device_type)
+
+        def cast(name: str, argument: Any) -> Any:
+            return argument if name in rule.uncast else _cast(argument, device_type, to)
+
         with ExcludeDispatchKeyGuard(excluded):
             return operator(
-                *(_cast(it, device_type, to) for it in inputs),
-                **{name: _cast(value, device_type, to) for name, value in keywords.items()},
+                *map(cast, names, inputs),
+                **{name: cast(name, value) for name, value in keywords.items()},
             )
 
     return kernel

@@ -72,8 +72,8 @@ class _Made:
             made = _C.register_tensor_numbers(self.operator.name(), key, operator.name())
             keep(made, self._library)
         torch.library.register_fake(self.operator, self._fake, lib=self._library)
-        for device_type, dtype in AUTOCASTS.get(operator.name(), {}).items():
-            register_autocast(self.operator, device_type, dtype, lib=self._library)
+        for device_type, (dtype, uncast) in AUTOCASTS.get(operator.name(), {}).items():
+            register_autocast(self.operator, device_type, dtype, uncast=uncast, lib=self._library)
         backward = BACKWARDS.get(operator.name())
         if backward is not None:
             tensors = [it.name for it in operator._schema.arguments if "Tensor" in str(it.type)]

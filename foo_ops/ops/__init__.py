@@ -26,6 +26,7 @@ from foo_ops.ops.linear_quantized import (
     linear_int8,
     quantize_weight,
 )
+from foo_ops.ops.linear_table4 import linear_table4
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
 from foo_ops.ops.silu_mul import silu_mul
@@ -51,6 +52,7 @@ __all__ = [
     "linear_int8",
     "linear_mxfp4",
     "linear_silu_mul",
+    "linear_table4",
     "moe_experts",
     "moe_experts_quantized",
     "quantize_cache",

@@ -134,5 +134,5 @@ def sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
 
 library.register_vmap_rows("foo::linear_fp8", "input")
 library.register_nested_rows("foo::linear_fp8", "input")
-library.register_autocast("foo::linear_fp8")
+library.register_autocast("foo::linear_fp8", uncast=("scale",))
 library.register_flops("foo::linear_fp8")(flops)

@@ -234,6 +234,23 @@ def linear_mxfp4(
     return linear(input, numbers_of_mxfp4(weight, scale), bias)
 
 
+def numbers_of_table4(weight: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    """Return the numbers of codes, the first of a byte in its lower bits, times their scales."""
+    codes = torch.empty((weight.shape[0], 2 * weight.shape[1]), dtype=torch.int64)
+    codes = codes.to(weight.device)
+    codes[:, ::2] = weight % 16
+    codes[:, 1::2] = torch.div(weight, 16, rounding_mode="floor")
+    numbers = table.index_select(0, codes.flatten()).view(codes.shape)
+    return numbers * scale.repeat_interleave(codes.shape[1] // max(scale.shape[1], 1), 1)
+
+
+def linear_table4(
+    input: Tensor, weight: Tensor, scale: Tensor, table: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply rows by the numbers of 4-bit codes, and add a bias."""
+    return linear(input, numbers_of_table4(weight, scale, table), bias)
+
+
 def linear_int4(
     input: Tensor,
     weight: Tensor,

@@ -149,6 +149,7 @@ def products():
     mxfp4 = foo_ops.quantize_mxfp4(randn(10, 128))
     codes = randn(10, 128).to(torch.float8_e4m3fn).view(torch.uint8)
     of_rows, of_blocks = randn(10), randn(10, 4)
+    table4 = (mxfp4[0], of_blocks, randn(16))
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
@@ -170,6 +171,8 @@ def products():
         "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),
         "linear_mxfp4": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4, randn(10)]),
         "linear_mxfp4 without bias": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4]),
+        "linear_table4": (foo_ops.linear_table4, [randn(4, 6, 128), *table4, randn(10)]),
+        "linear_table4 without bias": (foo_ops.linear_table4, [randn(4, 6, 128), *table4]),
     }
 
 

@@ -1,5 +1,6 @@
-"""Checkpoints of bitsandbytes are loaded without it: 8 bits as they are, 4 bits as 8."""
+"""Checkpoints of bitsandbytes are loaded without it, as they are, with 8 bits and with 4."""
 
+import json
 import re
 from functools import partial
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.testing.reference import numbers_of_table4
 
 KINDS = {
     "nf4": in_4_bits,
@@ -52,25 +54,38 @@ def packed_layers(model):
     return {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
 
 
+def numbers_of(layer):
+    if layer.bits == 8:
+        return foo_ops.dequantize_weight(layer.weight.cpu(), layer.scale.double().cpu())
+    parts = (layer.weight, layer.scale.double(), layer.table.double())
+    return numbers_of_table4(*(it.cpu() for it in parts))
+
+
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights(checkpoint, dtype, device):
-    folder, exact, _, bits = checkpoint
+    folder, exact, tensors, bits = checkpoint
     layers = packed_layers(load(folder, dtype=dtype, device_map=device))
     assert len(layers) == 14
-    eps = torch.finfo(dtype).eps
     for name, layer in layers.items():
-        assert layer.bits == 8
+        assert layer.bits == bits
         assert layer.weight.device.type == device
-        found = foo_ops.dequantize_weight(layer.weight.cpu(), layer.scale.double().cpu())
         weight = exact.get_submodule(name).weight.detach()
-        if bits == 8:
-            assert bool(((found - weight).abs() <= eps * weight.abs()).all()), name
-            continue
-        groups = weight.unflatten(1, (-1, 32))
-        largest = groups.abs().amax(-1, keepdim=True)
-        room = largest / 254 * (1 + 2 * eps) + 4 * torch.finfo(torch.float32).eps * largest
-        assert bool(((found - weight).unflatten(1, (-1, 32)).abs() <= room).all()), name
+        # Factors that are themselves codes are computed in float32, by a product and a sum.
+        is_nested = f"{name}.weight.nested_absmax" in tensors
+        roundings = {8: torch.finfo(dtype).eps, 4: 4 * is_nested * torch.finfo(torch.float32).eps}
+        room = roundings[bits] * weight.abs()
+        assert bool(((numbers_of(layer) - weight).abs() <= room).all()), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_4_bits_take_4_bits(checkpoint, dtype):
+    folder, _, tensors, bits = checkpoint
+    layers = packed_layers(load(folder, dtype=dtype))
+    for name, layer in layers.items():
+        assert layer.weight.nbytes == tensors[f"{name}.weight"].nbytes
+        groups = layer.in_features // (128 if layer.group_size == 128 else 64)
+        assert bits == 8 or layer.scale.shape == (layer.out_features, groups)
 
 
 @pytest.mark.parametrize("is_applied", [False, True])
@@ -78,8 +93,7 @@ def test_logits_are_those_of_the_weights(checkpoint, is_applied):
     folder, exact, _, _ = checkpoint
     model = load(folder, dtype=torch.float32)
     for name, layer in packed_layers(model).items():
-        weight = foo_ops.dequantize_weight(layer.weight, layer.scale.double())
-        exact.get_submodule(name).weight.data = weight
+        exact.get_submodule(name).weight.data = numbers_of(layer)
     if is_applied:
         apply(model)
         assert not left_alone(model)
@@ -87,25 +101,75 @@ def test_logits_are_those_of_the_weights(checkpoint, is_applied):
     assert_near(logits_of(model), logits_of(exact), roundings=64)
 
 
+def test_layers_of_one_table_are_joined(checkpoint):
+    folder, _, _, bits = checkpoint
+    model = apply(load(folder, dtype=torch.bfloat16))
+    assert len({it.scale.dtype for it in packed_layers(model).values()}) == 1
+    joined = [vars(it)["_foo_joined"] for it in model.modules() if "_foo_joined" in vars(it)]
+    assert joined
+    assert all((it.table is None) == (bits == 8) for it in joined)
+
+
+def test_layers_of_other_tables_are_not_joined(tmp_path):
+    exact, _ = write_checkpoint(tmp_path, in_4_bits, described(4))
+    model = load(tmp_path, dtype=torch.float32)
+    for some in (exact, model):
+        some.model.layers[0].mlp.up_proj.weight.data.copy_(0)
+    table = model.model.layers[0].mlp.up_proj.table
+    model.model.layers[0].mlp.up_proj.table = torch.where(table == -1, 0, table)
+    apply(model)
+    assert_near(logits_of(model), logits_of(exact), roundings=64)
+
+
+def test_a_conversion_keeps_scales(checkpoint):
+    folder, _, _, bits = checkpoint
+    model, again = load(folder, dtype=torch.float32), load(folder, dtype=torch.float32)
+    model = model.to("foo").bfloat16()
+    for name, layer in packed_layers(model).items():
+        scale = again.get_submodule(name).scale
+        expected = scale if bits == 4 else scale.bfloat16()
+        assert torch.equal(layer.scale.cpu(), expected)
+    assert logits_of(model).dtype == torch.bfloat16
+
+
 def test_saving(checkpoint, tmp_path):
     folder, _, tensors, bits = checkpoint
     model = load(folder, dtype=torch.float32)
-    if bits == 4:
-        message = (
-            "bitsandbytes: foo_ops cannot write the weights of model.layers.0.self_attn.q_proj: "
-            "its 4 bits have become 8, which bitsandbytes does not have; save_quantized writes them"
-        )
-        with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-            model.save_pretrained(tmp_path)
-        save_quantized(model, tmp_path)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(written[name].view(torch.uint8), tensors[name].view(torch.uint8))
+    if bits == 8:
+        scale = f"{name.removesuffix('weight')}SCB"
+        torch.testing.assert_close(written[scale], tensors[scale])
     else:
-        model.save_pretrained(tmp_path)
-        written = load_file(tmp_path / "model.safetensors")
-        name = "model.layers.1.mlp.up_proj"
-        assert torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"])
-        torch.testing.assert_close(written[f"{name}.SCB"], tensors[f"{name}.SCB"])
+        (text,) = (it for it in tensors if it.startswith(f"{name}.quant_state"))
+        state, expected = (json.loads(bytes(it[text].tolist())) for it in (written, tensors))
+        for key in ("quant_type", "blocksize", "shape"):
+            assert state[key] == expected[key]
+        assert torch.equal(written[f"{name}.quant_map"], tensors[f"{name}.quant_map"])
+        if "nested_offset" not in expected:
+            assert torch.equal(written[f"{name}.absmax"], tensors[f"{name}.absmax"])
     again = load(tmp_path, dtype=torch.float32)
     assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_other_formats_have_no_tables(tmp_path):
+    write_checkpoint(tmp_path, in_4_bits, described(4))
+    model = load(tmp_path, dtype=torch.float32)
+    message = (
+        "save_quantized: no layer must have codes of a table, as of NF4 and FP4, got them in "
+        "model.layers.0.self_attn.q_proj; save_pretrained writes the format that was read"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        save_quantized(model, tmp_path / "other")
+    apply(model, quantize=4, keep_weights=False)
+    message = (
+        "bitsandbytes: foo_ops cannot write the weights of lm_head: they were quantised after the "
+        "file had been read"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        model.save_pretrained(tmp_path / "other")
 
 
 def without(make_layer, name):

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 
 import foo_ops
 from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
-from foo_ops.testing.reference import numbers_of_int4
+from foo_ops.testing.reference import numbers_of_int4, numbers_of_table4
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-KINDS = ("int4", "int4, ordered", "int8")
+KINDS = ("int4", "int4, ordered", "int8", "table4")
 
 
 def random_layer(kind, dtype, rows=24, columns=64):
@@ -26,6 +26,13 @@ def random_layer(kind, dtype, rows=24, columns=64):
     if kind == "int8":
         integers = Integers(*foo_ops.quantize_weight(weight, 8))
         exact = integers.weight * integers.scale.double()[:, None]
+    elif kind == "table4":
+        wide = torch.promote_types(dtype, torch.float32)
+        codes, _ = foo_ops.quantize_mxfp4(weight)
+        scale = torch.rand(rows, columns // 32, generator=generator).to(wide)
+        table = torch.linspace(-1, 1, 16, dtype=wide)
+        integers = Integers(codes, scale, table=table)
+        exact = numbers_of_table4(codes, scale.double(), table.double())
     else:
         integers = Integers(*foo_ops.quantize_weight(weight, 4, 32))
         exact = numbers_of_int4(*(it.double() for it in integers[:3]), 32)

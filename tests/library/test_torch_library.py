@@ -261,6 +261,27 @@ def test_autocast(lib, dtype, device):
     assert operator(x).dtype == torch.float32
 
 
+def test_autocast_leaves_arguments_as_they_are(lib, device):
+    lib.define("scaled(Tensor x, Tensor scale) -> Tensor")
+    operator, key = call(lib, "scaled"), "CPU" if device == "cpu" else "PrivateUse1"
+    seen = []
+
+    def scaled(x, scale):
+        seen.append((x.dtype, scale.dtype))
+        return x * scale.to(x.dtype)
+
+    library.impl(f"{lib.ns}::scaled", key, scaled, lib=lib)
+    library.register_autocast(operator, uncast=("scale",), lib=lib)
+    tensors = {"x": torch.ones(3, device=device), "scale": torch.ones(3, device=device)}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        operator(*tensors.values())
+        operator(**tensors)
+    assert seen == [(torch.bfloat16, torch.float32)] * 2
+    message = "^register_autocast: uncast must have arguments of .*::scaled, got factor$"
+    with pytest.raises(ValueError, match=message):
+        library.register_autocast(operator, uncast=("factor",), lib=lib)
+
+
 def test_autocast_of_a_device_that_has_none(lib):
     operator, _ = times(lib)
     with pytest.raises(ValueError, match="Device type 'meta' does not support autocast"):

@@ -32,6 +32,9 @@ CALLS = {
     "mxfp4 with scales of numbers": lambda x: foo_ops.linear_mxfp4(
         WIDE * x[0, 0], MXFP4[0], MXFP4[1].float()
     ),
+    "table of 15": lambda x: foo_ops.linear_table4(
+        WIDE * x[0, 0], MXFP4[0], torch.ones(6, 2), torch.ones(15)
+    ),
     "zero of another dtype": lambda x: foo_ops.linear_int4(
         WIDE * x[0, 0], INT4[0], INT4[1], INT4[2].int(), group_size=32
     ),

@@ -58,6 +58,12 @@ CALLS = {
     "linear_mxfp4": lambda x: foo_ops.linear_mxfp4(
         x, *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0]))
     ),
+    "linear_table4": lambda x: foo_ops.linear_table4(
+        x,
+        *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0])[:1]),
+        torch.ones(N, K // 32).to(x),
+        torch.linspace(-1, 1, 16).to(x),
+    ),
 }
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 

@@ -18,6 +18,7 @@ import foo_ops
 from foo_ops import _C
 from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.testing import OPERATORS
+from foo_ops.testing.reference import numbers_of_table4
 
 FAR = 2**31 + 64
 """Elements from one row to the next: beyond 32 bits in bytes and in elements."""
@@ -86,6 +87,7 @@ def call_kernel(kernel, dtype, struct, block, **values):
 
 
 ROWS = 2**16
+TABLE = torch.linspace(-1, 1, 16)
 KERNELS = {
     "linear_product": (16, None),
     "linear_few_rows": (4, None),
@@ -95,6 +97,8 @@ KERNELS = {
     "linear_int4_few_rows.32": (4, "int4"),
     "linear_mxfp4_product": (16, "mxfp4"),
     "linear_mxfp4_few_rows": (4, "mxfp4"),
+    "linear_table4_product": (16, "table4"),
+    "linear_table4_few_rows.32": (4, "table4"),
 }
 
 
@@ -104,6 +108,10 @@ def stored_and_wide(weight, stored):
     if stored == "mxfp4":
         parts = foo_ops.quantize_mxfp4(weight)
         return parts, foo_ops.dequantize_mxfp4(*parts)
+    if stored == "table4":
+        codes = torch.randint(256, (len(weight), weight.shape[1] // 2), dtype=torch.uint8)
+        scale = torch.rand(len(weight), weight.shape[1] // 32)
+        return (codes, scale), numbers_of_table4(codes, scale, TABLE)
     parts = foo_ops.quantize_weight(weight, *((8,) if stored == "int8" else (4, 32)))
     return parts, foo_ops.dequantize_weight(*parts)
 
@@ -129,8 +137,8 @@ def test_the_last_block_of_a_large_product(kernel):
         values[name] = untouched(outputs * stride, part.dtype)
         values[name][column * stride :] = part.flatten()
         values[f"{name}_column_stride"] = stride
-    if stored in ("int4", "mxfp4"):
-        values["group_size"] = 32
+    if stored in ("int4", "mxfp4", "table4"):
+        values |= {"group_size": 32, "table": TABLE}
     call_kernel(
         kernel, "float32", "Product" if stored is None else "QuantizedProduct",
         (first, ROWS, column, outputs), rows=ROWS, columns=outputs, depth=depth, left=all_of_input,

@@ -26,6 +26,7 @@ ROWS = {
     ops.linear_fp8.default: ("input",),
     ops.linear_int4.default: ("input",),
     ops.linear_mxfp4.default: ("input",),
+    ops.linear_table4.default: ("input",),
 }
 
 

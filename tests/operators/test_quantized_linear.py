@@ -20,6 +20,7 @@ from foo_ops.testing import (
     LINEAR_INT4,
     LINEAR_INT8,
     LINEAR_MXFP4,
+    LINEAR_TABLE4,
     Sample,
     check_gradients,
     check_outputs,
@@ -30,6 +31,7 @@ from foo_ops.testing.specs.linear import (
     int8_groups_sample,
     int8_sample,
     mxfp4_sample,
+    table4_sample,
 )
 
 DTYPES = LINEAR_INT8.dtypes
@@ -56,13 +58,17 @@ def test_few_rows_of_int8(rows, dtype):
         check(LINEAR_INT8, dtype, int8_sample("few", (rows,), depth, columns)(dtype))
 
 
-OF_GROUPS = ((LINEAR_INT8, int8_groups_sample), (LINEAR_INT4, int4_sample))
+OF_GROUPS = (
+    (LINEAR_INT8, int8_groups_sample),
+    (LINEAR_INT4, int4_sample),
+    (LINEAR_TABLE4, table4_sample),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
-@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
+@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4", "table4"])
 def test_few_rows_of_groups(spec, make, rows, group_size, dtype):
     for columns, groups in ((1, 1), (3, 2), (16, 5), (33, 17), (70, 9)):
         sample = make("few", (rows,), groups, columns, group_size=group_size)
@@ -98,6 +104,7 @@ FAR = {
     "int8 with groups": (LINEAR_INT8, int8_groups_sample),
     "int4": (LINEAR_INT4, int4_sample),
     "mxfp4": (LINEAR_MXFP4, mxfp4_sample),
+    "table4": (LINEAR_TABLE4, table4_sample),
 }
 
 
@@ -125,6 +132,7 @@ def test_threads_do_not_change_the_results(rows, dtype):
         (LINEAR_INT8, int8_groups_sample("threads", (rows,), 10, 1000)(dtype)),
         (LINEAR_INT4, int4_sample("threads", (rows,), 5, 1000, group_size=64)(dtype)),
         (LINEAR_MXFP4, mxfp4_sample("threads", (rows,), 10, 1000)(dtype)),
+        (LINEAR_TABLE4, table4_sample("threads", (rows,), 5, 1000)(dtype)),
     )
     threads = torch.get_num_threads()
     for spec, sample in samples:
@@ -154,6 +162,8 @@ def test_a_result_is_rounded_once():
     codes[0, 128] = 0x20
     exponents = torch.full((1, 10), 127, dtype=torch.uint8)
     assert foo_ops.linear_mxfp4(ones, codes, exponents, one).item() == 258
+    table = torch.tensor([0.0, 5.0, 1.0, *[7.0] * 13])
+    assert foo_ops.linear_table4(ones, codes, torch.ones(1, 10), table, one).item() == 258
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -170,6 +180,11 @@ def test_only_what_is_needed_is_saved(needed, device):
             int4_sample("saved", (5,), 1, 4),
             ("input", "weight", "scale", "zero", "bias"),
             LINEAR_INT4,
+        ),
+        (
+            table4_sample("saved", (5,), 1, 4),
+            ("input", "weight", "scale", "table", "bias"),
+            LINEAR_TABLE4,
         ),
     ):
         sample = make(torch.float32).to(device)
@@ -201,8 +216,9 @@ class Largest(TorchDispatchMode):
         (LINEAR_INT4, int4_sample("blocks", (5,), 7, 40)),
         (LINEAR_INT4, int4_sample("blocks", (5,), 3, 40, group_size=64)),
         (LINEAR_MXFP4, mxfp4_sample("blocks", (5,), 7, 40)),
+        (LINEAR_TABLE4, table4_sample("blocks", (5,), 7, 40, group_size=32)),
     ],
-    ids=["int8", "int4", "int4, 64", "mxfp4"],
+    ids=["int8", "int4", "int4, 64", "mxfp4", "table4"],
 )
 def test_gradients_have_no_dequantized_copy(operator, make, dtype, monkeypatch):
     # Two groups of 32 numbers in a block of int4.
@@ -224,10 +240,18 @@ def test_autocast(device):
         quantized = foo_ops.quantize_weight(weight, 4, group_size=32)
         of_int4 = foo_ops.linear_int4(input, *quantized, bias, group_size=32)
         of_mxfp4 = foo_ops.linear_mxfp4(input, *foo_ops.quantize_mxfp4(weight), bias)
-    assert {it.dtype for it in (of_int8, of_int4, of_mxfp4)} == {torch.bfloat16}
+        scale = torch.rand(5, 2, device=device)
+        of_fp8 = foo_ops.linear_fp8(input, weight.to(torch.float8_e4m3fn), scale, bias)
+        codes, table = quantized[0], torch.randn(16, device=device)
+        of_table4 = foo_ops.linear_table4(input, codes, scale, table, bias)
+    outputs = (of_int8, of_int4, of_mxfp4, of_fp8, of_table4)
+    assert {it.dtype for it in outputs} == {torch.bfloat16}
+    # Scales of float32 keep their bits.
+    rows = input.bfloat16()
+    assert torch.equal(of_table4, foo_ops.linear_table4(rows, codes, scale, table, bias.bfloat16()))
 
 
-@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
+@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4", "table4"])
 def test_a_mapped_dimension_is_one_of_rows(spec, make):
     sample = make("vmap", (6, 3), 2, 5)(torch.float32)
     (expected,) = spec.call(sample)
@@ -241,7 +265,8 @@ def test_flops():
         LINEAR_INT8.call(int8_sample("flops", (2, 3), 64, 5)(torch.float32))
         LINEAR_INT4.call(int4_sample("flops", (2, 3), 2, 5)(torch.float32))
         LINEAR_MXFP4.call(mxfp4_sample("flops", (2, 3), 2, 5)(torch.float32))
-    assert counter.get_total_flops() == 3 * (2 * 6 * 64 * 5)
+        LINEAR_TABLE4.call(table4_sample("flops", (2, 3), 1, 5)(torch.float32))
+    assert counter.get_total_flops() == 4 * (2 * 6 * 64 * 5)
 
 
 # ----------------------------------------------------------------------------------------- errors

@@ -259,7 +259,7 @@ def functions():
                 yield function, source.build(dtype).argument_types
         elif name.startswith("linear_"):
             is_quantized = name.startswith(
-                ("linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4")
+                ("linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4", "linear_table4")
             )
             function = "QuantizedFunction" if is_quantized else "ProductFunction"
             for dtype in DTYPES:

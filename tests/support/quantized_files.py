@@ -142,6 +142,43 @@ def float_quantized(rows, columns, has_rows=True):
     return {"weight": weight, "weight_scale": scale if has_rows else scale[0]}, exact
 
 
+def torchao_pairs(rows, columns, group_size=32):
+    """Return the tensors of torchao's Int4Tensor: signed integers, the first of a byte lowest."""
+    groups = columns // group_size
+    integers = torch.randint(-8, 8, (rows, columns))
+    scale, zero = (torch.rand(rows, groups) * 0.06 + 0.02).half(), torch.randn(rows, groups).half()
+    zero = zero * scale * 4
+    unsigned = integers % 16
+    tensors = {
+        "_weight_qdata": (unsigned[:, ::2] + 16 * unsigned[:, 1::2])
+        .to(torch.uint8)
+        .view(torch.int8),
+        "_weight_scale": scale.t().contiguous(),
+        "_weight_zero_point": zero.t().contiguous(),
+    }
+    value = integers * spread(scale, columns).double() + spread(zero, columns).double()
+    return tensors, value
+
+
+def torchao_bytes(rows, columns, group_size=None, bits=8, has_zeros=False):
+    """Return the tensors of torchao's Int8Tensor, or with zeros of IntxUnpackedToInt8Tensor."""
+    groups, half = 1 if group_size is None else columns // group_size, 2 ** (bits - 1)
+    integers = torch.randint(-half, half, (rows, columns))
+    scale = ((torch.rand(rows, groups) * 0.06 + 0.02) * 16 / 2**bits).half()
+    zero = torch.randint(-half, half, (rows, groups)) * has_zeros
+    tensors = {"_weight_qdata": integers.to(torch.int8), "_weight_scale": scale}
+    if has_zeros or group_size is not None:
+        tensors["_weight_zero_point"] = zero.to(torch.int8)
+    return tensors, (integers - spread(zero, columns)) * spread(scale, columns).double()
+
+
+def torchao_floats(rows, columns, has_rows=True):
+    """Return the tensors of torchao's Float8Tensor, with a scale for each row or in all."""
+    numbers = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scale = torch.rand(rows if has_rows else 1, 1) * 0.2 + 0.1
+    return {"_weight_qdata": numbers, "_weight_scale": scale}, numbers.double() * scale.double()
+
+
 def write_checkpoint(folder, make_layer, described, config=None, **sizes):
     """Write a model, by default a Llama, whose linear layers ``make_layer(rows, columns)`` makes.
 

@@ -29,6 +29,7 @@ void bind_linear_checks(py::module_& module) {
   module.def("check_linear_int4", torch::wrap_pybind_function(check_linear_int4));
   module.def("check_linear_fp8", torch::wrap_pybind_function(check_linear_fp8));
   module.def("check_linear_mxfp4", torch::wrap_pybind_function(check_linear_mxfp4));
+  module.def("check_linear_table4", torch::wrap_pybind_function(check_linear_table4));
   module.def("check_linear_cross_entropy", torch::wrap_pybind_function(check_linear_cross_entropy));
   module.def("check_linear_cross_entropy_backward",
              torch::wrap_pybind_function(check_linear_cross_entropy_backward));

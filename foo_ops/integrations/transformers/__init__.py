@@ -16,7 +16,7 @@ implementation: ``from_pretrained(path, attn_implementation="foo")``, or for an 
 
 Experts of mixtures are chosen likewise, by ``experts_implementation="foo"``.
 
-Checkpoints with weights of 4 and 8 bits (AWQ, GPTQ, compressed-tensors) and with experts of MXFP4
+Checkpoints with weights of 4 and 8 bits (AWQ, GPTQ, NF4, torchao) and with experts of MXFP4
 stay so on CPUs. `save_quantized` writes a model that `apply` has quantised.
 
 ``"foo_flex"`` is another implementation of attention, by `foo_ops.flex_attention`: there masks of

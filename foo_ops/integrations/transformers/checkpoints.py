@@ -36,6 +36,7 @@ from transformers.utils import (
     is_compressed_tensors_available,
     is_gptqmodel_available,
 )
+from transformers.utils.quantization_config import TorchAoConfig
 
 from foo_ops.integrations.transformers.bitsandbytes import RENAMED, BitsAndBytes, without_dots
 from foo_ops.integrations.transformers.compressed import ConfigReader, described, is_read
@@ -57,9 +58,10 @@ from foo_ops.integrations.transformers.packed_experts import (
     packed_layers,
     sizes_of_experts,
 )
+from foo_ops.integrations.transformers.torchao import StoredTorchAo, TorchAo
 
 FORMATS: dict[str, type[Format]] = {
-    it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8, BitsAndBytes)
+    it.method: it for it in (Awq, Gptq, CompressedTensors, Fp8, BitsAndBytes, TorchAo)
 }
 
 # ------------------------------------------------------------------------------------------- files
@@ -238,6 +240,8 @@ class FooQuantizer(HfQuantizer):
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
         kind = FORMATS[self.method]
+        with self.reading("the model"):
+            kind.require_files(checkpoint_files)
         names = Names(model)
         for name, stored in names.by_layer(tensors_in(checkpoint_files)).items():
             if not kind.is_in(stored) or is_ignored(model, name):
@@ -264,7 +268,7 @@ class FooQuantizer(HfQuantizer):
         rows, columns = sizes_of_experts(vars(experts)["own"], parts.weight)
         sizes = rows // len(parts.layers), columns
         format = FORMATS[self.method].find(stored, *sizes, self.quantization_config)
-        layer = StoredLinear(format, stored, dtype)
+        layer = StoredLinear(format.for_experts(), stored, dtype)
         experts.add(name.removeprefix(f"{path}."), parts, layer)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
@@ -310,6 +314,8 @@ class FooQuantizer(HfQuantizer):
         for name, layer in packed_layers(model):
             format = CompressedTensors.of(layer) if is_compressed else layer.stored_format
             with self.reading(name, "write"):
+                if format is None:
+                    raise UnreadableError("they were quantised after the file had been read")
                 written = format.write(layer)
             tensors.update({f"{name}.{last}": it for last, it in written.items()})
         return tensors, {}
@@ -362,6 +368,19 @@ def has_bitsandbytes(config: Any) -> bool:
     return bool(is_bitsandbytes_available())
 
 
+def needs_torchao(config: Any) -> bool:
+    return not isinstance(config, StoredTorchAo)
+
+
+class TorchAoReader:
+    """Makes the configuration of torchao's files, by transformers' class if torchao reads them."""
+
+    @staticmethod
+    def from_dict(settings: dict[str, Any], **keywords: Any) -> Any:
+        is_ours = is_on_host() and StoredTorchAo.is_for(settings)
+        return (StoredTorchAo if is_ours else TorchAoConfig).from_dict(settings, **keywords)
+
+
 def has_other_numbers(config: Any) -> bool:
     """Whether an FP8 checkpoint has numbers of 4 bits, or embeddings in FP8."""
     return config.expert_dtype != "fp8" or bool(config.modules_to_convert)
@@ -376,6 +395,7 @@ def register_checkpoints() -> None:
         CompressedTensors.method: needs_compressed_tensors,
         Fp8.method: has_other_numbers,
         **dict.fromkeys(BITSANDBYTES, has_bitsandbytes),
+        TorchAo.method: needs_torchao,
     }
     for method, has_other in others.items():
         mapping[method] = partial(quantizer_of, mapping[method], has_other)
@@ -383,3 +403,4 @@ def register_checkpoints() -> None:
     str_to_torch_dtype.setdefault("F8_E8M0", torch.float8_e8m0fnu)
     configs: dict[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
     configs[CompressedTensors.method] = ConfigReader
+    configs[TorchAo.method] = TorchAoReader

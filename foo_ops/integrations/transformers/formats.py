@@ -6,7 +6,7 @@ back. Four bits are a nibble; files have eight of them in an int32, the first on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,6 +98,10 @@ class Format:
     method: ClassVar[str]
 
     @classmethod
+    def require_files(cls, files: Sequence[str]) -> None:
+        """Refuse files that cannot be read at all."""
+
+    @classmethod
     def is_in(cls, stored: Stored) -> bool:
         """Whether a layer's tensors have this format."""
         raise NotImplementedError
@@ -110,6 +114,10 @@ class Format:
             UnreadableError: if no kernel of ours multiplies it.
         """
         raise NotImplementedError
+
+    def for_experts(self) -> Format:
+        """Return the format as a layer of experts is read, whose kernels know fewer layouts."""
+        return self
 
     def read(self, stored: Stored, dtype: torch.dtype) -> Integers:
         raise NotImplementedError
@@ -307,7 +315,10 @@ class CompressedTensors(Format):
 
     @classmethod
     def of(cls, layer: FooPackedLinear) -> CompressedTensors:
-        """Return the format that a layer was read from, or else one that writes it exactly."""
+        """Return the format that a layer was read from, or else one that writes it exactly.
+
+        Layers with a table have none.
+        """
         if isinstance(layer.stored_format, cls):
             return layer.stored_format
         size, has_index = layer.group_size or layer.in_features, layer.order is not None

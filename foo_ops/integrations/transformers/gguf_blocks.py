@@ -53,7 +53,7 @@ def integers_of(
         for tensor, numbers in zip(next(places), part):
             tensor.copy_(numbers)
         release(some)
-    integers = Integers(*whole)
+    integers = Integers(*(it.flatten(1) for it in whole))
     if kind in ZEROS:
         # One row of zeros serves all rows.
         zero = torch.full_like(integers.scale[:1], ZEROS[kind]).expand_as(integers.scale)
@@ -83,9 +83,12 @@ def halves(blocks: Tensor, start: int) -> Tensor:
 # ------------------------------------------------------------------------------------------ layouts
 
 
+# Integers may be (N, blocks, bytes), so that those of a file are copied once.
+
+
 def q4_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
     """(integer - 8) * scale; the integers lie as in foo's groups of 32."""
-    return Integers(blocks[..., 2:].flatten(1), halves(blocks, 0).to(dtype))
+    return Integers(blocks[..., 2:], halves(blocks, 0).to(dtype))
 
 
 def q4_1(blocks: Tensor, dtype: torch.dtype) -> Integers:
@@ -126,7 +129,7 @@ def with_minimum(groups: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dt
 
 def q8_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
     """integer * scale."""
-    return Integers(blocks[..., 2:].flatten(1).view(torch.int8), halves(blocks, 0).to(dtype))
+    return Integers(blocks[..., 2:].view(torch.int8), halves(blocks, 0).to(dtype))
 
 
 def q5_0(blocks: Tensor, dtype: torch.dtype) -> Integers:

@@ -24,17 +24,25 @@ class Integers(NamedTuple):
     """The weights of a linear layer with N outputs and K inputs.
 
     Attributes:
-        weight: (N, K / 2) uint8 with 4 bits, as `foo_ops.quantize_weight` packs them, or (N, K)
-            int8, or uint8 with the bits of float8_e4m3fn.
-        scale: (N, K / group_size), or (N,) with 8 bits; for float8_e4m3fn float32 or float64.
-        zero: of scale's shape with 4 bits, None with 8.
+        weight: (N, K / 2) uint8 with 4 bits, as `foo_ops.quantize_weight` packs them, or with a
+            table as `foo_ops.linear_table4` reads them; or (N, K) int8, or uint8 with the bits of
+            float8_e4m3fn.
+        scale: (N, K / group_size), or (N,) with 8 bits; with a table and for float8_e4m3fn float32
+            or float64.
+        zero: of scale's shape for integers of 4 bits, else None.
         order: (K,) int64, the inputs in the order of weight's columns; None if that is their own.
+        table: (16,), the numbers of codes of 4 bits, of scale's dtype; None for integers.
     """
 
     weight: Tensor
     scale: Tensor
     zero: Tensor | None = None
     order: Tensor | None = None
+    table: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zero is None and self.table is None else 4
 
 
 class FooPackedLinear(nn.Linear):
@@ -46,7 +54,7 @@ class FooPackedLinear(nn.Linear):
     ``peft.prepare_model_for_kbit_training``, is converted to theirs, and the output back.
 
     Attributes:
-        weight, scale, zero, order: see `Integers`.
+        weight, scale, zero, order, table: see `Integers`.
         stored_format: the `Format` of formats.py that the layer was read from, or None.
         foo_activations: bits to which the input is rounded for integers: 8 or None.
     """
@@ -56,6 +64,7 @@ class FooPackedLinear(nn.Linear):
     scale: Tensor
     zero: Tensor | None
     order: Tensor | None
+    table: Tensor | None
     stored_format: Any
 
     def __init__(
@@ -76,18 +85,23 @@ class FooPackedLinear(nn.Linear):
     def hold(self, integers: Integers, stored_format: Any = None) -> None:
         for name, tensor in integers._asdict().items():
             self.register_buffer(name, tensor)
-        per_byte = 1 if integers.zero is None else 2
+        per_byte = 8 // integers.bits
         self.out_features, self.in_features = len(integers.weight), per_byte * self.weight.shape[1]
         self.stored_format = stored_format
 
     @property
     def bits(self) -> int:
-        return 8 if self.zero is None else 4
+        return 8 if self.zero is None and self.table is None else 4
 
     @property
     def is_float(self) -> bool:
         """Whether weights are float8_e4m3fn."""
-        return self.zero is None and self.weight.dtype == torch.uint8
+        return self.bits == 8 and self.weight.dtype == torch.uint8
+
+    @property
+    def has_wide_scale(self) -> bool:
+        """Whether scales are of the compute type, not of the input's dtype."""
+        return self.is_float or self.table is not None
 
     @property
     def group_size(self) -> int | None:
@@ -101,14 +115,14 @@ class FooPackedLinear(nn.Linear):
         if not self.takes(dtype) and not torch.is_autocast_enabled(input.device.type):
             input = input.to(self.scale.dtype)
         output = quantized_product(
-            input, self.weight, self.scale, self.zero, self.bias, self.foo_activations
+            input, self.weight, self.scale, self.zero, self.bias, self.foo_activations, self.table
         )
         return output if output.dtype is dtype or input.dtype is dtype else output.to(dtype)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether inputs of a dtype are multiplied as they are."""
         scale = self.scale.dtype
-        return compute_type(dtype) is scale if self.is_float else dtype is scale
+        return compute_type(dtype) is scale if self.has_wide_scale else dtype is scale
 
     @property
     def names_to_join(self) -> tuple[str, ...] | None:
@@ -117,12 +131,23 @@ class FooPackedLinear(nn.Linear):
 
     def joins(self, input: Tensor) -> bool:
         """Whether a call multiplies by these buffers and adds the bias, and does nothing else."""
-        of_dtype = () if self.is_float else (self.scale,)
+        of_dtype = () if self.has_wide_scale else (self.scale,)
         return (
             not has_hooks(self)
             and self.takes(input.dtype)
             and can_multiply(input, *of_dtype, self.bias)
         )
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """Keep wide scales as they are where a model is converted to 16 bits."""
+        before = {name: self._buffers[name] for name in ("scale", "table")}
+        made = super()._apply(*arguments, **keywords)
+        if self.has_wide_scale:
+            for name, tensor in before.items():
+                now = self._buffers[name]
+                if now is not None and compute_type(now.dtype) is not now.dtype:
+                    self._buffers[name] = tensor.to(now.device)  # type: ignore[union-attr]
+        return made
 
     def train(self, mode: bool = True) -> Any:
         if mode and not self.training:
@@ -134,6 +159,7 @@ class FooPackedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        groups += "" if self.table is None else " with a table"
         return (
             f"{self.in_features} -> {self.out_features}, {self.bits} bits{groups}, "
             f"bias={self.bias is not None}"
@@ -144,7 +170,7 @@ class FooPackedEmbedding(nn.Embedding):
     """An embedding whose rows are integers of 4 or 8 bits, as in `FooPackedLinear`.
 
     Attributes:
-        weight, scale, zero: see `Integers`.
+        weight, scale, zero: see `Integers`, which have no table.
     """
 
     weight: Tensor
@@ -156,7 +182,7 @@ class FooPackedEmbedding(nn.Embedding):
         self.padding_idx = padding_idx
         for name in ("weight", "scale", "zero"):
             self.register_buffer(name, getattr(integers, name))
-        per_byte = 1 if integers.zero is None else 2
+        per_byte = 8 // integers.bits
         self.num_embeddings = len(integers.weight)
         self.embedding_dim = per_byte * self.weight.shape[1]
 

@@ -116,7 +116,12 @@ def reader(
 
 
 def use_quantizer(model: Any) -> None:
-    """Let transformers know that a model is quantised, as after loading its file."""
+    """Let transformers know that a model is quantised, as after loading its file.
+
+    A model with layers that compressed-tensors does not have keeps the quantizer of its file.
+    """
+    if any(layer.table is not None for _, layer in packed_layers(model)):
+        return
     config = described(model)
     if not config.settings["config_groups"]:
         return
@@ -139,8 +144,8 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
         options: others of ``model.save_pretrained``.
 
     Raises:
-        ValueError: if no layer has weights of few bits, or if they are in act-order or from a GGUF
-            file, which compressed-tensors does not have.
+        ValueError: if no layer has weights of few bits, or if they are in act-order, from a GGUF
+            file, or codes of a table (NF4, FP4), which compressed-tensors does not have.
     """
     layers = dict(packed_layers(model))
     if not layers:
@@ -158,6 +163,11 @@ def save_quantized(model: PreTrainedModel, folder: str | os.PathLike[str], **opt
             raise ValueError(
                 f"save_quantized: the inputs of all layers must be in their own order, got "
                 f"act-order in {name}; save_pretrained writes the format that was read"
+            )
+        if layer.table is not None:
+            raise ValueError(
+                f"save_quantized: no layer must have codes of a table, as of NF4 and FP4, got "
+                f"them in {name}; save_pretrained writes the format that was read"
             )
     quantizer, config = model.hf_quantizer, model.config.quantization_config
     try:

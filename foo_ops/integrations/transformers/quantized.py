@@ -361,11 +361,14 @@ def quantized_product(
     zero: Tensor | None,
     bias: Tensor | None,
     activations: int | None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    """Multiply by weights of 8 bits, or of 4 bits if there are zeros.
+    """Multiply by weights of 8 bits, or of 4 bits if there are zeros or a table.
 
-    Inputs of float64 are not rounded, nor those for weights of float8_e4m3fn.
+    Inputs of float64 are not rounded, nor those for weights of float8_e4m3fn or of a table.
     """
+    if table is not None:
+        return torch.ops.foo.linear_table4.default(input, weight, scale, table, bias)
     if input.dtype == torch.float64:
         activations = None
     if zero is None:
@@ -681,12 +684,14 @@ class Joined(NamedTuple):
         parts: these buffers of each layer.
         tensors: the rows of all layers, in order.
         rows: how many rows each layer has.
+        table: that of all layers, if they have one.
     """
 
     names: tuple[str, str, str]
     parts: Sequence[tuple[Tensor | None, ...]]
     tensors: Sequence[Any]
     rows: list[int]
+    table: Tensor | None
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Whether the layers still have these buffers; a move replaces them."""
@@ -697,7 +702,7 @@ class Joined(NamedTuple):
                 return False
             if own.get(zeros) is not zero:
                 return False
-        return True
+        return self.table is layers[0]._buffers.get("table")
 
 
 class FooJoined(Replacement):
@@ -744,7 +749,8 @@ def joined_buffers(layers: Sequence[Any]) -> Joined | None:
         return None
     buffers = [[layer._buffers[name] for name in names] for layer in layers]
     layouts = {tuple(layout_of(it) for it in parts) for parts in buffers}
-    if len(layouts) > 1:
+    table, *tables = [layer._buffers.get("table") for layer in layers]
+    if len(layouts) > 1 or not all(is_same(table, it) for it in tables):
         return None
     rows = [len(weight) for weight, _, _ in buffers]
     with torch.inference_mode(False), torch.no_grad():
@@ -754,7 +760,7 @@ def joined_buffers(layers: Sequence[Any]) -> Joined | None:
             for layer, part in zip(layers, tensor.split(rows)):
                 layer._buffers[name] = part.detach()
     parts = [tuple(layer._buffers[name] for name in names) for layer in layers]
-    return Joined(names, parts, tensors, rows)
+    return Joined(names, parts, tensors, rows, table)
 
 
 def rows_of(parts: Sequence[Tensor]) -> Tensor:
@@ -763,6 +769,12 @@ def rows_of(parts: Sequence[Tensor]) -> Tensor:
     if all(it.stride(0) == 0 and torch.equal(it[:1], first) for it in parts):
         return first.expand(sum(map(len, parts)), *first.shape[1:])
     return torch.cat(list(parts))
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.device == other.device and torch.equal(one, other)
 
 
 def layout_of(tensor: Tensor | None) -> Any:
@@ -785,7 +797,7 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
         return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
-    output = quantized_product(input, weight, scale, zero, bias, bits.pop())
+    output = quantized_product(input, weight, scale, zero, bias, bits.pop(), joined.table)
     return output.split_with_sizes(joined.rows, -1)
 
 

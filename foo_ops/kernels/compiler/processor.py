@@ -156,6 +156,13 @@ def has_byte_shuffle(size: int) -> bool:
     return triple.startswith("x86_64") and f"+{needed}" in features.split(",")
 
 
+def has_float_shuffle(lanes: int) -> bool:
+    """Whether one instruction looks up ``lanes`` float32 in a table of as many."""
+    triple, _, features = target()
+    needed = {8: "avx2", 16: "avx512f"}.get(lanes)
+    return triple.startswith("x86_64") and f"+{needed}" in features.split(",")
+
+
 def _has_quick_dot() -> bool:
     """Whether a dot product of pairs is faster than the two fma that it replaces.
 

@@ -223,7 +223,7 @@ def _make_group_kernel(
 ) -> Kernel:
     def make_tiles(dtype: str) -> Tiles:
         weights = weights_of(dtype, group_size)
-        return make_group_tiles(dtype, group_size, weights, rounding_to_bytes(), leave_sums)
+        return make_group_tiles(group_size, weights, rounding_to_bytes(), leave_sums)
 
     return make_few_rows_kernel(dtype, make_tiles)
 

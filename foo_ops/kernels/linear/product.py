@@ -165,7 +165,7 @@ def quantized_argument_types(dtype: str, stored: str, scale: str | None = None) 
         *_product_fields(dtype, stored, dtype),
         *(("scale", Pointer(scale or dtype)), ("scale_column_stride", number)),
         *(("zero", pointer), ("zero_column_stride", number)),
-        ("group_size", number),
+        *(("group_size", number), ("table", Pointer(compute_dtype(dtype)))),
     )
     return _arguments(dtype, Struct("QuantizedProduct", fields))
 

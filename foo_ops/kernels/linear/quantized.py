@@ -1,4 +1,4 @@
-"""Products with weights of 8-bit and 4-bit integers, and of 4-bit numbers (MXFP4)."""
+"""Products with weights of 8-bit and 4-bit integers, and of 4-bit numbers (MXFP4, tables)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ from foo_ops.kernels.simd.narrow import (
     FLOAT4_ZERO,
     INT4,
     LANE_BYTES,
+    TABLE4,
     Digits,
     bits_of_float,
+    deinterleave_numbers,
     digits_of,
     doubled_float4,
     half_power,
@@ -65,6 +67,7 @@ from foo_ops.kernels.simd.narrow import (
     unpack_bytes,
     unpack_float4,
     unpack_int4,
+    unpack_table4,
 )
 from foo_ops.kernels.simd.register_tiles import (
     tile_dot,
@@ -73,7 +76,7 @@ from foo_ops.kernels.simd.register_tiles import (
     tile_store_sums,
     tile_zero,
 )
-from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # -------------------------------------------------------------------------------- tiles of integers
@@ -93,12 +96,15 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 # are of integers (`foo_ops.kernels.simd.narrow`): a vector multiplies as many bytes of weights as
 # it has. For rows of float64 these integers are too short: weights are converted to numbers. Rows
 # that are to be rounded to 8 bits have shorter integers (foo_ops/kernels/linear/integer.py).
+#
+# The numbers of a table are looked up in registers, and multiplied with the row as it is.
 
 
 COMPUTE = "float32"
 # Bits of a step of the left row, scaled to its group's largest magnitude. bfloat16, which has 8
 # bits, is exact for numbers of at least 1/64 of the largest magnitude.
 NUMBER_BITS = {"bfloat16": 16, "float16": 24, "float32": 24}
+FLOAT_BITS = 32
 # A group whose largest magnitude is outside these is multiplied as numbers, like one with
 # infinities: its scale times a weight's could overflow or underflow float32.
 SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
@@ -137,18 +143,24 @@ def rounding_to_multiples(dtype: str) -> Rounding:
     return Rounding(BITS, scale_of, smallest, largest, is_zero_below=False)
 
 
+@njit
+def _no_table(product):
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """How weights of few bits are read.
 
     Attributes:
-        codes: INT4, FLOAT4 or BYTE.
+        codes: INT4, FLOAT4, TABLE4 or BYTE.
         arguments: the types of the kernel's arguments.
         load_groups: ``load_groups(product, column, group, groups)`` returns scales and zeros of
             adjacent groups, of which a column has ``groups``, as vectors.
         prefetch_groups: ``prefetch_groups(product, column, group)`` prefetches them into L2.
         load_pair: ``load_pair(product, column, group, index)`` returns the two numbers in a byte of
             a group; None where sums are not mended.
+        table_of: ``table_of(product)`` returns the numbers of codes, or None.
     """
 
     codes: str
@@ -156,17 +168,25 @@ class Weights:
     load_groups: Callable
     prefetch_groups: Callable
     load_pair: Callable | None
+    table_of: Callable = _no_table
 
 
-def int4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
-    """Read integers, with scale and zero for each group."""
-    LANES, HALF, NUMBER = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
+def _make_loader() -> Callable:
+    """Make ``load_some(line, group, groups)``, which pads a vector with zeros behind the last."""
+    LANES = lanes_of(COMPUTE)
 
     @njit
     def load_some(line, group, groups):
         if group + LANES <= groups:
             return load_vector(line, group, LANES)
         return load_first(line, group, groups - group, LANES)
+
+    return load_some
+
+
+def int4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
+    """Read integers, with scale and zero for each group."""
+    HALF, NUMBER, load_some = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, _make_loader()
 
     @njit
     def load_groups(product, column, group, groups):
@@ -217,22 +237,56 @@ def float4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
     return Weights(FLOAT4, arguments, load_groups, prefetch_groups, load_pair)
 
 
+def table4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
+    """Read codes of a table, with a scale for each group and no zero."""
+    LANES, HALF, load_some = lanes_of(COMPUTE), GROUP_SIZE // 2, _make_loader()
+    none = ELEMENTS[COMPUTE].compute(0)
+
+    @njit
+    def load_groups(product, column, group, groups):
+        scales = shift(product.scale, column * product.scale_column_stride)
+        return load_some(scales, group, groups), splat(none, LANES)
+
+    @njit
+    def prefetch_groups(product, column, group):
+        prefetch(product.scale, column * product.scale_column_stride + group)
+
+    @njit
+    def load_pair(product, column, group, index):
+        byte = load(product.right, column * product.right_column_stride + group * HALF + index)
+        scale = load(product.scale, column * product.scale_column_stride + group)
+        return load(product.table, byte & 15) * scale, load(product.table, byte >> 4) * scale
+
+    @njit
+    def table_of(product):
+        return product.table
+
+    arguments = quantized_argument_types(dtype, "uint8", compute_dtype(dtype))
+    return Weights(TABLE4, arguments, load_groups, prefetch_groups, load_pair, table_of)
+
+
 def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
-    """Make the tiles of rows that are rounded to more bits than they need, and mended."""
+    """Make the tiles of rows that are rounded to more bits than they need, and mended.
+
+    Rows for numbers of a table are not rounded.
+    """
     mend = _make_mender(GROUP_SIZE, weights)
-    return make_group_tiles(dtype, GROUP_SIZE, weights, rounding_to_multiples(dtype), mend)
+    rounding = None if weights.codes == TABLE4 else rounding_to_multiples(dtype)
+    return make_group_tiles(GROUP_SIZE, weights, rounding, mend)
 
 
 def make_group_tiles(
-    dtype: str, GROUP_SIZE: int, weights: Weights, rounding: Rounding, scale_sums: Callable
+    GROUP_SIZE: int, weights: Weights, rounding: Rounding | None, scale_sums: Callable
 ) -> Tiles:
     """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
+
+    Without a rounding, the digits are the numbers of the rows.
 
     The tiles prefetch the next columns, their scales and zeros: a column of 4096 integers is half a
     page of memory, and hardware prefetchers stop at the end of a page.
     """
-    LANES, CODES = lanes_of(COMPUTE), weights.codes
-    of_numbers = digits_of(rounding.bits, LANES, CODES)
+    LANES, CODES, table_of = lanes_of(COMPUTE), weights.codes, weights.table_of
+    of_numbers = digits_of(FLOAT_BITS if rounding is None else rounding.bits, LANES, CODES)
     BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
     CODES_PER_BYTE = of_numbers.codes_per_byte
     SIZE = GROUP_SIZE // CODES_PER_BYTE
@@ -270,12 +324,13 @@ def make_group_tiles(
                 total = tile_dot_codes(
                     total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
                     None, shift(factors, place_of_group(byte // SIZE)), GROUPS, BITS, CODES,
+                    table_of(product),
                 )  # fmt: skip
             if whole < count:
                 total = tile_dot_codes(
                     total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
                     count - whole, shift(factors, place_of_group(whole // SIZE)), GROUPS, BITS,
-                    CODES,
+                    CODES, table_of(product),
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
@@ -290,7 +345,10 @@ def make_group_tiles(
         elements = 32 * of_numbers.places * of_numbers.size // LANE_BYTES
         return {"factors": (most + elements - 1) // elements * depth + most * LANES}
 
-    copy_row = _make_row_copy(GROUP_SIZE, of_numbers, CODES, rounding)
+    if rounding is None:
+        copy_row = _make_numbers_copy(GROUP_SIZE, of_numbers)
+    else:
+        copy_row = _make_row_copy(GROUP_SIZE, of_numbers, CODES, rounding)
     return Tiles(
         COMPUTE, row_size, copy_row, weights.arguments, make_tile, COLUMNS_OF_ROW,
         COLUMNS_OF_GROUP, regions, scale_sums,
@@ -354,6 +412,27 @@ def _make_row_copy(GROUP_SIZE: int, of_numbers: Digits, CODES: str, rounding: Ro
     return copy_row
 
 
+def _make_numbers_copy(GROUP_SIZE: int, of_numbers: Digits) -> Callable:
+    """Make ``copy_row(target, source, stride, depth, row_size)``, of numbers as they are.
+
+    Groups have scale 1, and sum 0, since weights have no zeros.
+    """
+    LANES, PER_VECTOR = of_numbers.lanes, of_numbers.parts * of_numbers.lanes
+    copy, fill = make_copy_row(COMPUTE), make_fill(COMPUTE)
+    _, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
+
+    @njit
+    def copy_row(target, source, stride, depth, row_size):
+        size, groups = digits_size(depth), round_up(depth // GROUP_SIZE, LANES)
+        copy(target, source, stride, depth, size)
+        for start in range(0, size, PER_VECTOR):
+            deinterleave_numbers(shift(target, start), LANES)
+        fill(shift(target, size), groups, 1.0)
+        fill(shift(target, size + groups), groups, 0.0)
+
+    return copy_row
+
+
 def _make_factors_maker(weights: Weights) -> Callable[[int, int], Callable]:
     """Make ``make(ROWS, COLUMNS)``, which makes the function that computes a tile's factors.
 
@@ -394,7 +473,7 @@ def _make_mender(GROUP_SIZE: int, weights: Weights) -> Callable:
     HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, lanes_of(COMPUTE)
     none, load_pair = NUMBER(0), weights.load_pair
     # The steps of a byte's two weights: adjacent, or half a group apart.
-    FIRST, DISTANCE = (2, 1) if weights.codes == FLOAT4 else (1, HALF)
+    FIRST, DISTANCE = (1, HALF) if weights.codes == INT4 else (2, 1)
 
     @njit
     def has_nan(left, stride, depth):
@@ -479,6 +558,11 @@ def make_mxfp4_few_rows_kernel(dtype: str) -> Kernel:
     return _make_4bit_few_rows_kernel(dtype, MXFP4_GROUP_SIZE, float4_weights)
 
 
+def make_table4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
+    """Make the kernel for few rows and codes of a table."""
+    return _make_4bit_few_rows_kernel(dtype, group_size, table4_weights)
+
+
 def _make_4bit_few_rows_kernel(
     dtype: str, group_size: int, weights_of: Callable[[str, int], Weights]
 ) -> Kernel:
@@ -516,10 +600,16 @@ def make_mxfp4_product_kernel(dtype: str) -> Kernel:
     return _make_4bit_product_kernel(dtype, FLOAT4)
 
 
+def make_table4_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and codes of a table."""
+    return _make_4bit_product_kernel(dtype, TABLE4)
+
+
 def _make_4bit_product_kernel(dtype: str, codes: str) -> Kernel:
     def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
         unpack = _make_4bit_unpacker(dtype, codes)
-        arguments = quantized_argument_types(dtype, "uint8", "uint8" if codes == FLOAT4 else None)
+        scales = {FLOAT4: "uint8", TABLE4: compute_dtype(dtype)}
+        arguments = quantized_argument_types(dtype, "uint8", scales.get(codes))
         return _make_unpacked_panels(dtype, WIDTH, SECTION, 2, arguments, unpack, leave_sums)
 
     return make_product_kernel(dtype, make_panels, multiple=LARGEST_GROUP_SIZE)
@@ -681,7 +771,12 @@ def _make_8bit_group_unpacker(dtype: str) -> Callable:
 
 
 def _make_4bit_unpacker(dtype: str, codes: str) -> Callable:
-    return _make_float4_unpacker(dtype) if codes == FLOAT4 else _make_int4_unpacker(dtype)
+    makers = {
+        INT4: _make_int4_unpacker,
+        FLOAT4: _make_float4_unpacker,
+        TABLE4: _make_table4_unpacker,
+    }
+    return makers[codes](dtype)
 
 
 def _make_float4_unpacker(dtype: str) -> Callable:
@@ -696,6 +791,24 @@ def _make_float4_unpacker(dtype: str) -> Callable:
             scale = number(half_power(load(exponents, group)))
             for part in range(group * HALF, (group + 1) * HALF, LANES):
                 unpack_float4(shift(target, 2 * part), shift(source, part), scale, LANES)
+
+    return unpack
+
+
+def _make_table4_unpacker(dtype: str) -> Callable:
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def unpack(product, target, column, start, count):
+        size, half = product.group_size, product.group_size // 2
+        source = shift(product.right, column * product.right_column_stride + start // 2)
+        scales = shift(product.scale, column * product.scale_column_stride + start // size)
+        for group in range(count // size):
+            scale = load(scales, group)
+            for part in range(group * half, (group + 1) * half, LANES):
+                unpack_table4(
+                    shift(target, 2 * part), shift(source, part), scale, product.table, LANES
+                )
 
     return unpack
 

@@ -14,6 +14,7 @@ from foo_ops.kernels.compiler.processor import (
     has_bfloat16_dot,
     has_byte_dot,
     has_byte_shuffle,
+    has_float_shuffle,
     has_integer_dot,
 )
 from foo_ops.kernels.simd.memory import emit_load_first, emit_load_vector
@@ -189,7 +190,8 @@ def second_of_pairs(typing_context, pairs):
 # -------------------------------------------------------------------------------------- fixed point
 
 # Numbers as integers of 8, 16 or 24 bits, and their products with weights of few bits: integers of
-# 4 or 8 bits, or the codes of floating-point numbers of 4, which a table turns into integers.
+# 4 or 8 bits, or the codes of floating-point numbers of 4, which a table turns into integers. If
+# the table has any numbers, products are of float32: a "digit" is a number as it is.
 #
 # A number is such an integer times a scale, a power of two that it shares with others. If the
 # processor adds up four products of bytes in a 32-bit lane (VNNI), the integer is stored as digits
@@ -201,11 +203,12 @@ def second_of_pairs(typing_context, pairs):
 MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
 LANE_BYTES = 4
 """Bytes of a lane of integers, in which products are added up."""
-INT4, FLOAT4, BYTE = "int4", "float4", "int8"
-"""Codes of weights. Those of 4 bits are integers, half a group apart in a byte; or adjacent numbers
-of E2M1 (Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3). Those of
-8 bits are integers with a sign."""
-CODE_BITS = {INT4: 4, FLOAT4: 4, BYTE: 8}
+INT4, FLOAT4, TABLE4, BYTE = "int4", "float4", "table4", "int8"
+"""Codes of weights. Those of 4 bits are integers, half a group apart in a byte; adjacent numbers of
+E2M1 (Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3); or adjacent
+numbers of a table. Those of 8 bits are integers with a sign."""
+CODE_BITS = {INT4: 4, FLOAT4: 4, TABLE4: 4, BYTE: 8}
+TABLE_SIZE = 16
 SMALLEST_ROUNDED = 2.0**-100
 """Numbers of 8 bits have a scale of 0 if their largest magnitude is smaller: its inverse would be
 infinite."""
@@ -227,7 +230,7 @@ class Digits:
     Attributes:
         bits: the bits of a number.
         lanes: the 32-bit lanes of a vector.
-        size: the bytes of a digit.
+        size: the bytes of a digit; 4 for numbers of float32.
         code_bits: the bits of an integer.
     """
 
@@ -263,8 +266,8 @@ class Digits:
 
 
 def digits_of(bits: int, lanes: int, codes: str) -> Digits:
-    """Return the fastest layout of numbers of 8, 16 or 24 bits on the processor."""
-    size = 1 if has_byte_dot(lanes) else 2
+    """Return the fastest layout of numbers of 8, 16 or 24 bits on the processor, or of float32."""
+    size = LANE_BYTES if codes == TABLE4 else 1 if has_byte_dot(lanes) else 2
     return Digits(bits, lanes, size, CODE_BITS[codes])
 
 
@@ -428,6 +431,51 @@ def store_digits(typing_context, target, line, count, factor, bits, lanes, codes
     return types.int32(target, line, count, types.float32, bits, lanes, codes), generate
 
 
+@intrinsic(prefer_literal=True)
+def deinterleave_numbers(typing_context, line, lanes):
+    """Reorder the ``8 * LANES`` float32 at a pointer, in place, to digits for TABLE4.
+
+    A lane of codes has those of 8 adjacent numbers: vector ``i`` gets the numbers ``i``, ``8 + i``,
+    ``16 + i``, ...
+    """
+    count = lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        pointer, _ = args
+        parts = digits_of(32, count, TABLE4).parts
+        vectors = [
+            emit_load_vector(builder, line.dtype, pointer, INT64(part * count), count)
+            for part in range(parts)
+        ]
+        for part, vector in enumerate(_every_other(builder, vectors)):
+            place = builder.gep(pointer, [INT64(part * count)])
+            builder.store(vector, builder.bitcast(place, vector.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(line, lanes), generate
+
+
+def _every_other(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Return, of the adjacent lanes of n vectors, those with each remainder of their index by n.
+
+    Lanes of an even index, and those of an odd one, are sorted by the next bit of the index.
+    """
+    if len(vectors) == 1:
+        return vectors
+    count = vectors[0].type.count
+    halves = [
+        _every_other(
+            builder,
+            [
+                emit_shuffle(builder, first, second, range(odd, 2 * count, 2))
+                for first, second in zip(vectors[::2], vectors[1::2])
+            ],
+        )
+        for odd in range(2)
+    ]
+    return [it for pair in zip(*halves) for it in pair]
+
+
 def _store_digits_of_vector(
     builder: ir.IRBuilder, digits: Digits, target: ir.Value, rest: ir.Value
 ) -> None:
@@ -450,12 +498,12 @@ def _store_digits_of_vector(
 
 @intrinsic(prefer_literal=True)
 def tile_dot_codes(
-    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes
+    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes, table
 ):
     """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
 
-    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, or BYTE for integers
-    plus BYTE_OFFSET.
+    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, BYTE for integers plus
+    BYTE_OFFSET, or TABLE4 for the float32 of ``table``, which is None otherwise.
 
     The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
     adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
@@ -466,7 +514,7 @@ def tile_dot_codes(
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
     is_whole = isinstance(count, types.NoneType)
 
-    def load_integers(builder, digits, pointer, given):
+    def load_integers(builder, digits, pointer, given, numbers):
         if is_whole:
             both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
         else:
@@ -476,19 +524,23 @@ def tile_dot_codes(
         integers = _split_integers(builder, digits, both)
         if codes.literal_value == FLOAT4:
             integers = [_emit_integers_of_float4(builder, digits, it) for it in integers]
+        elif codes.literal_value == TABLE4:
+            integers = [_emit_numbers_of_table(builder, FLOAT, numbers, it) for it in integers]
         return integers
 
     def add_product(builder, total, product, pointer, position):
         # A whole vector, so that the shuffle instruction can read it from memory.
         factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
         factor = emit_shuffle(builder, factor, factor, sharing)
-        return emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
+        if product.type != factor.type:
+            product = builder.sitofp(product, factor.type)
+        return emit_fma(builder, product, factor, total)
 
     def generate(context, builder, signature, args):
-        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
+        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_, numbers = args
         digits = digits_of(bits.literal_value, lanes, codes.literal_value)
         lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
-        integers = [load_integers(builder, digits, line, given) for line in lines]
+        integers = [load_integers(builder, digits, line, given, numbers) for line in lines]
         for row in range(rows):
             line = builder.gep(a_pointer, [builder.mul(a_step, INT64(row))])
             products = _dot_columns(builder, digits, a.dtype, line, integers)
@@ -498,7 +550,7 @@ def tile_dot_codes(
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes)
+    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes, table)
     return tile(*arguments), generate
 
 
@@ -507,13 +559,16 @@ def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> li
     words = ir.VectorType(INT32, digits.lanes)
     if digits.parts == 1:
         return [builder.bitcast(both, words)]
-    # No instruction shifts bytes, so 16 bits are shifted.
-    halves, bits = ir.VectorType(INT16, 2 * digits.lanes), digits.code_bits
+    # No instruction shifts bytes, so at least 16 bits are shifted.
+    size, bits = max(digits.size, 2), digits.code_bits
+    wide = ir.VectorType(ir.IntType(8 * size), LANE_BYTES // size * digits.lanes)
     both, mask = (
-        builder.bitcast(both, halves),
-        constant_of(halves, 0x0F0F if digits.size == 1 else (1 << bits) - 1),
+        builder.bitcast(both, wide),
+        constant_of(wide, 0x0F0F if digits.size == 1 else (1 << bits) - 1),
     )
-    shifted = (builder.lshr(both, constant_of(halves, bits * part)) for part in range(digits.parts))
+    shifted = [builder.lshr(both, constant_of(wide, bits * part)) for part in range(digits.parts)]
+    if digits.size == LANE_BYTES:  # Tables ignore what is above a code.
+        return shifted
     return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
 
 
@@ -534,6 +589,38 @@ def _emit_integers_of_float4(builder: ir.IRBuilder, digits: Digits, codes: ir.Va
     return integers if digits.size == 1 else builder.and_(integers, constant_of(words, 0x00FF00FF))
 
 
+def _emit_numbers_of_table(
+    builder: ir.IRBuilder, number: ir.Type, table: ir.Value, codes: ir.Value
+) -> ir.Value:
+    """Look up vectors of codes, the lower 4 bits of int32, in a table of numbers."""
+    lanes = codes.type.count
+
+    def lower_bits(mask: int) -> ir.Value:
+        return builder.and_(codes, constant_of(codes.type, mask))
+
+    def load_part(start: int) -> ir.Value:
+        return emit_load_vector(builder, "float32", table, INT64(start), lanes)
+
+    if number == FLOAT and has_float_shuffle(lanes):
+        result = ir.VectorType(number, lanes)
+        if lanes == TABLE_SIZE:
+            name = "llvm.x86.avx512.permvar.sf.512"
+            return call_intrinsic(builder, name, result, [load_part(0), codes])
+        lower, upper = (
+            call_intrinsic(builder, "llvm.x86.avx2.permps", result, [load_part(start), codes])
+            for start in (0, lanes)
+        )
+        is_upper = builder.icmp_unsigned("!=", lower_bits(lanes), constant_of(codes.type, 0))
+        return builder.select(is_upper, upper, lower)
+    found = ir.Constant(ir.VectorType(number, lanes), ir.Undefined)
+    codes = lower_bits(TABLE_SIZE - 1)
+    for lane in range(lanes):
+        code = builder.extract_element(codes, INT32(lane))
+        loaded = builder.load(builder.gep(table, [builder.zext(code, INT64)]))
+        found = builder.insert_element(found, loaded, INT32(lane))
+    return found
+
+
 def _dot_columns(
     builder: ir.IRBuilder,
     digits: Digits,
@@ -542,7 +629,7 @@ def _dot_columns(
     columns: list[list[ir.Value]],
 ) -> list[ir.Value]:
     """Return the sums of products of a row's digits and each column's integers."""
-    words = ir.VectorType(INT32, digits.lanes)
+    words = columns[0][0].type
     totals = [ir.Constant(words, None)] * len(columns)
     for place in range(digits.places):
         if place:
@@ -564,8 +651,8 @@ def _dot_columns(
 def _emit_dot(
     builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """Add the products of four bytes, or of two digits of two bytes, to each lane."""
-    multiply_add = emit_integer_pair_fma if digits.size == 2 else emit_quad_fma
+    """Add the products of four bytes, of two digits of two, or of one number, to each lane."""
+    multiply_add = {1: emit_quad_fma, 2: emit_integer_pair_fma, 4: emit_fma}[digits.size]
     return multiply_add(builder, digit, integers, total)
 
 
@@ -741,13 +828,9 @@ def unpack_int4(typing_context, target, half, source, scale, zero, lanes):
         target_pointer, distance, source_pointer, *factors, _ = args
         count = lanes.literal_value
         scales, zeros = (emit_splat(builder, factor, count) for factor in factors)
-        wide = ir.VectorType(INT32, count)
-        both = builder.zext(_load_bytes(builder, source_pointer, count), wide)
-        lower = builder.and_(both, constant_of(wide, 15))
-        upper = builder.lshr(both, constant_of(wide, 4))
         lower, upper = (
             builder.fmul(builder.fsub(builder.sitofp(integer, scales.type), zeros), scales)
-            for integer in (lower, upper)
+            for integer in _load_pairs(builder, source_pointer, count)
         )
         _store_numbers(builder, target.dtype, target_pointer, lower)
         _store_numbers(builder, target.dtype, builder.gep(target_pointer, [distance]), upper)
@@ -763,25 +846,33 @@ def unpack_float4(typing_context, target, source, scale, lanes):
 
     def generate(context, builder, signature, args):
         target_pointer, source_pointer, factor, _ = args
-        count = lanes.literal_value
-        wide = ir.VectorType(INT32, count)
-        scales = emit_splat(builder, factor, count)
-        both = builder.zext(_load_bytes(builder, source_pointer, count), wide)
+        scales = emit_splat(builder, factor, lanes.literal_value)
         numbers = [
             builder.fmul(builder.sitofp(_emit_doubled_float4(builder, codes), scales.type), scales)
-            for codes in (
-                builder.and_(both, constant_of(wide, 15)),
-                builder.lshr(both, constant_of(wide, 4)),
-            )
+            for codes in _load_pairs(builder, source_pointer, lanes.literal_value)
         ]
-        for half in range(2):
-            lanes_of_half = range(half * count // 2, (half + 1) * count // 2)
-            order = [it for lane in lanes_of_half for it in (lane, count + lane)]
-            place = builder.gep(target_pointer, [INT64(half * count)])
-            _store_numbers(builder, target.dtype, place, emit_shuffle(builder, *numbers, order))
+        _store_interleaved(builder, target.dtype, target_pointer, *numbers)
         return context.get_dummy_value()
 
     return types.void(target, source, compute, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack_table4(typing_context, target, source, scale, table, lanes):
+    """Store the 2 * LANES numbers of adjacent bytes, times ``scale``."""
+    compute = ELEMENTS[target.dtype].compute
+
+    def generate(context, builder, signature, args):
+        target_pointer, source_pointer, factor, numbers, _ = args
+        scales = emit_splat(builder, factor, lanes.literal_value)
+        pair = [
+            builder.fmul(_emit_numbers_of_table(builder, scales.type.element, numbers, it), scales)
+            for it in _load_pairs(builder, source_pointer, lanes.literal_value)
+        ]
+        _store_interleaved(builder, target.dtype, target_pointer, *pair)
+        return context.get_dummy_value()
+
+    return types.void(target, source, compute, table, lanes), generate
 
 
 @intrinsic
@@ -851,6 +942,25 @@ def _emit_half_powers(builder: ir.IRBuilder, exponents: ir.Value) -> ir.Value:
 
 def _load_bytes(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> ir.Value:
     return builder.load(builder.bitcast(pointer, ir.VectorType(INT8, lanes).as_pointer()), align=1)
+
+
+def _load_pairs(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+    """Return the lower and the upper 4 bits of adjacent bytes, as int32."""
+    wide = ir.VectorType(INT32, lanes)
+    both = builder.zext(_load_bytes(builder, pointer, lanes), wide)
+    return builder.and_(both, constant_of(wide, 15)), builder.lshr(both, constant_of(wide, 4))
+
+
+def _store_interleaved(
+    builder: ir.IRBuilder, dtype: str, target: ir.Value, first: ir.Value, second: ir.Value
+) -> None:
+    """Store the lanes of two vectors in turn, rounded to the dtype."""
+    count = first.type.count
+    for half in range(2):
+        lanes_of_half = range(half * count // 2, (half + 1) * count // 2)
+        order = [it for lane in lanes_of_half for it in (lane, count + lane)]
+        place = builder.gep(target, [INT64(half * count)])
+        _store_numbers(builder, dtype, place, emit_shuffle(builder, first, second, order))
 
 
 def _store_numbers(builder: ir.IRBuilder, dtype: str, pointer: ir.Value, value: ir.Value) -> None:

@@ -358,6 +358,26 @@ def special_mxfp4(make: Maker, dtype: torch.dtype) -> Sample:
     return sample
 
 
+def table4_sample(
+    name: str,
+    rows: tuple[int, ...],
+    groups: int,
+    columns: int,
+    *,
+    group_size: int = 64,
+    has_bias: bool = True,
+) -> Maker:
+    def make(dtype: torch.dtype) -> Sample:
+        input, bias = random(name, (*rows, groups * group_size), (columns,), dtype=dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scale, table = random(name, (columns, groups), (16,), dtype=wide)
+        weight = integers(name, (columns, groups * group_size // 2), torch.uint8)
+        inputs = (input, weight, scale / 8, table)
+        return Sample((*inputs, bias) if has_bias else inputs)
+
+    return make
+
+
 def special_quantized(make: Maker, dtype: torch.dtype) -> Sample:
     """Make infinities and NaN, which must stay in their rows and columns, and zeros."""
     sample = make(dtype)
@@ -447,6 +467,25 @@ def quantized_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     value, (weight, magnitude) = sample.call(reference_of(sample))[0], numbers(sample)
     bias = sample.inputs[4 if "group_size" in sample.keywords else 3 :]
     has_groups = sample.inputs[2].dim() == 2
+    return budget_of_product(value, input, weight, magnitude, bias, dtype, has_groups)
+
+
+def table4_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    input, integers, scale, table, *bias = sample.inputs
+    (value,) = sample.call(reference.linear_table4)
+    weight = reference.numbers_of_table4(integers, scale.detach(), table.detach())
+    return budget_of_product(value, input, weight, weight.abs(), bias, dtype, has_groups=True)
+
+
+def budget_of_product(
+    value: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    magnitude: Tensor,
+    bias: Sequence[Tensor],
+    dtype: torch.dtype,
+    has_groups: bool,
+) -> Tensors:
     total = reference.linear(input.abs(), magnitude, *(it.abs() for it in bias))
     # Three more terms for a weight, or for the scale of a sum.
     error = bound(value, total, input.shape[-1] + 3, dtype)
@@ -465,11 +504,8 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
     assert dtype is not None
     weight, magnitude = numbers(sample)
     rows, depth = grad.shape[:-1].numel(), input.shape[-1]
-    of_input = torch.einsum("...n,nk->...k", grad.abs(), magnitude)
-    error = bound(torch.einsum("...n,nk->...k", grad, weight), of_input, len(weight) + 3, dtype)
-    budgets = [error + error_of_rounded(grad, weight, "...n,nk->...k", dtype)]
-    of_weight = torch.einsum("...n,...k->nk", grad, input)
-    magnitudes = torch.einsum("...n,...k->nk", grad.abs(), input.abs())
+    budgets = [budget_of_input(grad, weight, magnitude, dtype)]
+    of_weight, magnitudes = terms_of_weight(grad, input)
     terms = rows + depth + 3
     if scale.dtype == torch.uint8:
         pass  # exponents have no gradients
@@ -492,6 +528,50 @@ def quantized_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensor
         )
         budgets.append(bound(value, total, terms, dtype))
     if others:
+        value, total = (torch.einsum("...n->n", it) for it in (grad, grad.abs()))
+        budgets.append(bound(value, total, rows, dtype))
+    tensors = [it for it in sample.inputs if it.is_floating_point()]
+    return tuple(it for tensor, it in zip(tensors, budgets, strict=True) if tensor.requires_grad)
+
+
+def budget_of_input(grad: Tensor, weight: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    of_input = torch.einsum("...n,nk->...k", grad.abs(), magnitude)
+    error = bound(torch.einsum("...n,nk->...k", grad, weight), of_input, len(weight) + 3, dtype)
+    return error + error_of_rounded(grad, weight, "...n,nk->...k", dtype)
+
+
+def terms_of_weight(grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a weight, and the sum of its terms' magnitudes."""
+    of_weight = torch.einsum("...n,...k->nk", grad, input)
+    return of_weight, torch.einsum("...n,...k->nk", grad.abs(), input.abs())
+
+
+def table4_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    """Bound the errors of the gradients of tensors that require one."""
+    input, codes, scale, table, *bias = (it.detach() for it in sample.inputs)
+    (grad,), (dtype, *_) = cotangents, dtypes
+    assert dtype is not None
+    weight = reference.numbers_of_table4(codes, scale, table)
+    rows, depth = grad.shape[:-1].numel(), input.shape[-1]
+    budgets = [budget_of_input(grad, weight, weight.abs(), dtype)]
+    of_weight, magnitudes = terms_of_weight(grad, input)
+    numbers_ = reference.numbers_of_table4(codes, torch.ones_like(scale), table)
+    groups, size = scale.shape[1], depth // max(scale.shape[1], 1)
+    value, total = (
+        (it * by).unflatten(1, (groups, size)).sum(-1)
+        for it, by in ((of_weight, numbers_), (magnitudes, numbers_.abs()))
+    )
+    budgets.append(bound(value, total, rows + depth + 3, dtype))
+    scales = scale.repeat_interleave(size, 1)
+    places = reference.numbers_of_table4(
+        codes, torch.ones_like(scale), torch.arange(16, dtype=scale.dtype, device=scale.device)
+    )
+    value, total = (
+        torch.stack([(it * by)[places == code].sum() for code in range(16)])
+        for it, by in ((of_weight, scales), (magnitudes, scales.abs()))
+    )
+    budgets.append(bound(value, total, rows + places.numel() + 3, dtype))
+    if bias:
         value, total = (torch.einsum("...n->n", it) for it in (grad, grad.abs()))
         budgets.append(bound(value, total, rows, dtype))
     tensors = [it for it in sample.inputs if it.is_floating_point()]
@@ -685,4 +765,32 @@ LINEAR_MXFP4 = OpSpec(
     large=mxfp4_sample("large", (301,), 20, 333),
     output_budget=quantized_budget,
     gradient_budget=quantized_gradient_budget,
+)
+
+LINEAR_TABLE4 = OpSpec(
+    operator=torch.ops.foo.linear_table4.default,
+    reference=reference.linear_table4,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: table4_sample(
+        "sized", (2, size), 1 + size // 6, size + 1, group_size=32
+    )(dtype),
+    samples={
+        "vector": table4_sample("vector", (), 1, 33),
+        "no bias": table4_sample("no bias", (3, 4), 1, 9, group_size=32, has_bias=False),
+        "no depth": table4_sample("no depth", (3,), 0, 5),
+        "no columns": table4_sample("no columns", (3,), 2, 0),
+        "one row": table4_sample("one row", (1,), 33, 131, group_size=32),
+        "one row, groups of 64": table4_sample("64", (1,), 9, 41),
+        "few rows, groups of 128": table4_sample("128", (5,), 5, 70, group_size=128),
+        "several sections": table4_sample("several sections", (61,), 17, 75),
+        "special values": partial(
+            special_quantized, table4_sample("special", (9,), 2, 20, group_size=32)
+        ),
+        "special values of few rows": partial(special_quantized, table4_sample("few", (7,), 2, 20)),
+    },
+    essential=("size1", "size7", "no bias"),
+    in_layouts=("size7", "no bias", "few rows, groups of 128"),
+    large=table4_sample("large", (301,), 10, 333),
+    output_budget=table4_budget,
+    gradient_budget=table4_gradient_budget,
 )

@@ -82,6 +82,9 @@ Kernel& kernel_of(const QuantizedWeights& weights, bool is_few) {
   static auto* const many_int4 = new Kernel("linear_int4_product");
   static auto* const few_mxfp4 = new Kernel("linear_mxfp4_few_rows");
   static auto* const many_mxfp4 = new Kernel("linear_mxfp4_product");
+  static auto* const few_table4 = new GroupKernels("linear_table4_few_rows");
+  static auto* const many_table4 = new Kernel("linear_table4_product");
+  if (weights.table.has_value()) return is_few ? few_table4->of(weights.group_size) : *many_table4;
   if (weights.are_mxfp4()) return is_few ? *few_mxfp4 : *many_mxfp4;
   if (weights.zero.has_value()) return is_few ? few_int4->of(weights.group_size) : *many_int4;
   return (weights.are_fp8() ? fp8 : int8)->of(weights.group_size, is_few);
@@ -135,6 +138,16 @@ at::Tensor linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const
       input, make_quantized_weights(weight, scale, std::nullopt, kMxfp4GroupSize), bias);
 }
 
+at::Tensor linear_table4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                         const at::Tensor& table, const OptionalTensor& bias) {
+  check_linear_table4(input, weight, scale, table, bias);
+  // Without steps, any size is right.
+  const int64_t group_size = scale.size(1) == 0 ? 32 : input.size(-1) / scale.size(1);
+  QuantizedWeights weights = make_quantized_weights(weight, scale, std::nullopt, group_size);
+  weights.table = table.contiguous();
+  return multiply_quantized(input, weights, bias);
+}
+
 const void* group_of(const at::Tensor& tensor, int64_t group) {
   const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
   return data + group * tensor.stride(0) * tensor.itemsize();
@@ -158,7 +171,7 @@ int64_t group_size_of_bytes(const at::Tensor& weight, const at::Tensor& scale) {
 
 QuantizedProduct quantized_product(const Product& product, const QuantizedWeights& weights,
                                    int64_t group) {
-  const auto& [weight, scale, zero, group_size] = weights;
+  const auto& [weight, scale, zero, group_size, table] = weights;
   // Strides of a column: the dimension behind that of groups, if there is one.
   const int64_t column = weight.dim() - 2;
   QuantizedProduct quantized{.product = product,
@@ -166,7 +179,8 @@ QuantizedProduct quantized_product(const Product& product, const QuantizedWeight
                              .scale_column_stride = scale.stride(column),
                              .zero = nullptr,
                              .zero_column_stride = 0,
-                             .group_size = group_size};
+                             .group_size = group_size,
+                             .table = table.has_value() ? table->const_data_ptr() : nullptr};
   if (zero.has_value()) {
     quantized.zero = column == 0 ? zero->const_data_ptr() : group_of(*zero, group);
     quantized.zero_column_stride = zero->stride(column);
@@ -270,6 +284,22 @@ void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
 }
 
+void check_linear_table4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                         const at::Tensor& table, const OptionalTensor& bias) {
+  const char* const name = "linear_table4";
+  check_dtype(name, "input", input);
+  check_rows(name, "input", input);
+  check_pairs(name, input, weight, 32);
+  check_dimensions(name, "scale", scale, 2, "(N, K / group_size)");
+  check_wide_scale(name, "scale", scale, "input", input);
+  check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
+  check_groups(name, "scale", scale.sym_size(1), input.sym_size(-1), "columns of input");
+  check_dimensions(name, "table", table, 1, "(16)");
+  check_wide_scale(name, "table", table, "input", input);
+  check_one_each(name, "table", "elements", table.sym_size(0), 16, "code");
+  if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
+}
+
 void check_exponents(const char* name, const char* argument, const at::Tensor& scale,
                      int64_t dimensions, const char* shape, const char* like,
                      const at::Tensor& input) {
@@ -286,6 +316,7 @@ TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear_fp8", &linear_fp8>(library);
   register_shared_kernel<"foo::linear_int4", &linear_int4>(library);
   register_shared_kernel<"foo::linear_mxfp4", &linear_mxfp4>(library);
+  register_shared_kernel<"foo::linear_table4", &linear_table4>(library);
 }
 
 }  // namespace foo

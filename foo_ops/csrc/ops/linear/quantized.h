@@ -1,6 +1,6 @@
-// foo::linear_int8, foo::linear_fp8, foo::linear_int4 and foo::linear_mxfp4: their checks, which
-// fake kernels share, and their kernels' parameters. tests/project/test_agreement.py compares the
-// struct with foo_ops/kernels/linear.
+// foo::linear_int8, foo::linear_fp8, foo::linear_int4, foo::linear_mxfp4 and foo::linear_table4:
+// their checks, which fake kernels share, and their kernels' parameters.
+// tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -18,14 +18,15 @@ namespace foo {
 
 // A product whose right matrix has integers or floating-point numbers of 8 bits, with a scale per
 // column or per group of steps; or integers of 4 bits, two in a byte, with scale and zero per
-// group; or numbers of 4 bits, whose scale is the exponent of a group. Strides are in elements; a
-// column's groups are adjacent.
+// group; or numbers of 4 bits, whose scale is the exponent of a group; or codes of 4 bits, whose
+// numbers are in a table. Strides are in elements; a column's groups are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
   int64_t scale_column_stride;
   const void* zero;
   int64_t zero_column_stride, group_size;
+  const void* table;
 };
 
 template <>
@@ -33,7 +34,7 @@ struct Layout<QuantizedProduct> {
   using Struct = QuantizedProduct;
   static constexpr const char* name = "QuantizedProduct";
   static constexpr Field fields[] =
-      FOO_FIELDS(product, scale, scale_column_stride, zero, zero_column_stride, group_size);
+      FOO_FIELDS(product, scale, scale_column_stride, zero, zero_column_stride, group_size, table);
 };
 static_assert(is_whole<QuantizedProduct>());
 
@@ -44,14 +45,15 @@ inline const Product& matrices_of(const QuantizedProduct& product) {
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 
-// Integers of 8 bits, or of 4 bits if there are zeros; MXFP4 if scales are exponents, and otherwise
-// float8_e4m3fn if weights are bytes without sign: of one matrix,
-// or of one for each group of rows. The steps of a column are adjacent, and so are its groups; the
-// group size is 0 if a column has one scale.
+// Integers of 8 bits, or of 4 bits if there are zeros; codes of 4 bits if there is a table; MXFP4
+// if scales are exponents, and otherwise float8_e4m3fn if weights are bytes without sign: of one
+// matrix, or of one for each group of rows. The steps of a column are adjacent, and so are its
+// groups; the group size is 0 if a column has one scale.
 struct QuantizedWeights {
   at::Tensor weight, scale;
   std::optional<at::Tensor> zero;
   int64_t group_size;
+  std::optional<at::Tensor> table = std::nullopt;
 
   bool has_groups() const { return group_size != 0; }
   bool are_fp8() const {
@@ -120,5 +122,8 @@ void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const a
                       const std::optional<at::Tensor>& bias);
 void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                         const std::optional<at::Tensor>& bias);
+// Scales and the table are of the compute type.
+void check_linear_table4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                         const at::Tensor& table, const std::optional<at::Tensor>& bias);
 
 }  // namespace foo

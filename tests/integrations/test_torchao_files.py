@@ -1,0 +1,230 @@
+"""Files of torchao are loaded without it, 4 and 8 bits as they are."""
+
+import importlib.util
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+from support.exact import assert_near
+
+pytest.importorskip("transformers")
+from support.quantized_files import (
+    SIZES,
+    torchao_bytes,
+    torchao_floats,
+    torchao_pairs,
+    write_checkpoint,
+)
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import foo_ops
+from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
+from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.ops.linear_fp8 import dequantize_fp8
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = {
+    "Int4Tensor": (torchao_pairs, 4),
+    "Int4Tensor, groups of 64": (partial(torchao_pairs, group_size=64), 4),
+    "Int8Tensor": (torchao_bytes, 8),
+    "Intx of 8 bits": (partial(torchao_bytes, group_size=32), 8),
+    "Intx of 4 bits": (partial(torchao_bytes, group_size=32, bits=4, has_zeros=True), 4),
+    "Intx of 4 bits, symmetric": (partial(torchao_bytes, group_size=128, bits=4), 4),
+    "Intx of 3 bits, a row": (partial(torchao_bytes, bits=3, has_zeros=True), 4),
+    "Float8Tensor": (torchao_floats, 8),
+    "Float8Tensor, one scale": (partial(torchao_floats, has_rows=False), 8),
+}
+
+
+def described(name="Int8WeightOnlyConfig", version=2):
+    kind = {"_type": name, "_version": version, "_data": {}}
+    return {"quant_method": "torchao", "quant_type": {"default": kind}}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request, tmp_path_factory):
+    folder, (make_layer, bits) = tmp_path_factory.mktemp("checkpoint"), KINDS[request.param]
+    exact, _ = write_checkpoint(folder, make_layer, described())
+    return folder, exact, bits
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def logits_of(model):
+    tokens = torch.arange(18).reshape(2, 9).to(model.lm_head.weight.device)
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def packed_layers(model):
+    return {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
+
+
+def numbers_of(layer):
+    parts = [None if it is None else it.cpu() for it in (layer.weight, layer.scale, layer.zero)]
+    if layer.is_float:
+        return dequantize_fp8(parts[0], parts[1].double())
+    return foo_ops.dequantize_weight(
+        parts[0], *(it if it is None else it.double() for it in parts[1:])
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights(checkpoint, dtype, device):
+    folder, exact, bits = checkpoint
+    layers = packed_layers(load(folder, dtype=dtype, device_map=device))
+    assert len(layers) == 14
+    eps = torch.finfo(dtype).eps
+    for name, layer in layers.items():
+        assert layer.bits == bits
+        assert layer.weight.device.type == device
+        weight = exact.get_submodule(name).weight.detach()
+        # Scales are rounded, and zeros, which are at most 16 steps.
+        steps = layer.scale.double().cpu().abs().max() if bits == 4 else 0
+        room = 2 * eps * (weight.abs() + 16 * steps)
+        assert bool(((numbers_of(layer) - weight).abs() <= room).all()), name
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_logits_are_those_of_the_weights(checkpoint, is_applied):
+    folder, exact, _ = checkpoint
+    model = load(folder, dtype=torch.float32)
+    for name, layer in packed_layers(model).items():
+        exact.get_submodule(name).weight.data = numbers_of(layer)
+    if is_applied:
+        apply(model)
+        assert not left_alone(model)
+    assert replaced(model)["quantize"] == 14
+    assert_near(logits_of(model), logits_of(exact), roundings=256)
+
+
+def test_saving(tmp_path):
+    write_checkpoint(tmp_path, torchao_bytes, described())
+    model = load(tmp_path, dtype=torch.float32)
+    message = (
+        "torchao: foo_ops cannot write the weights of model.layers.0.self_attn.q_proj: "
+        "save_quantized writes it as compressed-tensors does"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        model.save_pretrained(tmp_path / "other")
+    save_quantized(model, tmp_path / "other")
+    again = load(tmp_path / "other", dtype=torch.float32)
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def with_scaled_input(rows, columns):
+    stored, weight = torchao_bytes(rows, columns)
+    return stored | {"_weight_act_pre_scale": torch.ones(1)}, weight
+
+
+def renamed(make_layer, source, target):
+    def make(rows, columns):
+        stored, weight = make_layer(rows, columns)
+        return {target if name == source else name: it for name, it in stored.items()}, weight
+
+    return make
+
+
+def in_words(rows, columns):
+    stored, weight = torchao_pairs(rows, columns)
+    return stored | {"_weight_qdata": stored["_weight_qdata"].view(torch.int32)}, weight
+
+
+REFUSED = {
+    "scaled input": (
+        with_scaled_input,
+        "it must have no act_pre_scale",
+    ),
+    "tiles": (
+        renamed(torchao_pairs, "_weight_scale", "_weight_scale_and_zero"),
+        "its int4_packing_format must be plain, got tile_packed_to_4d",
+    ),
+    "words": (
+        in_words,
+        "qdata must be int8 or float8_e4m3fn (128, 256), or two integers in a byte, got int32 "
+        "(128, 32)",
+    ),
+    "groups": (
+        partial(torchao_bytes, group_size=16),
+        "groups must have a multiple of 32 weights, got 16 groups for 256 inputs",
+    ),
+    "zeros": (
+        partial(torchao_bytes, group_size=32, has_zeros=True),
+        "zero_point must be 0 with 8 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what, tmp_path):
+    make_layer, reason = REFUSED[what]
+    layer = "self_attn.q_proj" if what == "zeros" else "mlp.down_proj"
+    write_checkpoint(tmp_path, make_layer, described())
+    message = f"torchao: foo_ops cannot read the weights of model.layers.0.{layer}: {reason}"
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        load(tmp_path)
+
+
+def test_pickles_are_refused(tmp_path):
+    config = LlamaConfig(**SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    config.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    text |= {"quantization_config": described(), "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    message = (
+        "torchao: foo_ops cannot read the weights of the model: pytorch_model.bin is a pickle of "
+        "torchao's classes, which torchao alone reads"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- torchao
+
+
+def configs():
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
+
+    return {
+        "int8": Int8WeightOnlyConfig(),
+        "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+        "float8": Float8WeightOnlyConfig(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_files_that_torchao_writes(kind, tmp_path):
+    from transformers import TorchAoConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    options = {"quantization_config": TorchAoConfig(configs()[kind]), "dtype": torch.bfloat16}
+    theirs = load(tmp_path / "dense", **options)
+    assert not packed_layers(theirs)
+    theirs.save_pretrained(tmp_path / "quantized")
+    ours = load(tmp_path / "quantized", dtype=torch.bfloat16)
+    layers = packed_layers(ours)
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert layer.bits == (4 if kind == "int4" else 8)
+        weight = theirs.get_submodule(name).weight.dequantize()
+        assert torch.equal(numbers_of(layer).bfloat16(), weight.detach()), name
+    loss = (logits_of(ours) - logits_of(theirs)).norm() / logits_of(theirs).norm()
+    assert loss < 0.02
