@@ -549,19 +549,25 @@ class MatrixCall:
         kernel: the kernel, for bfloat16.
         products: its products.
         vectors: choose the loops of its other work, each with the number of their units.
-        measured: the fraction of the peak that was measured on one thread before version 0.3.
+        pipelined: the number of its first products that are computed beside the other work, except
+            for a share of 1 / panels.
+        panels: the panels of a tile.
+        measured: the fraction of the peak that was measured on one thread, of version 0.2.
     """
 
     name: str
     kernel: str
     products: tuple[Product, ...]
     vectors: tuple[tuple[Callable[[Sequence[Loop]], list[Loop]], float], ...]
+    pipelined: int
+    panels: int
     measured: float
 
     def cells(self, loops: Sequence[Loop], model: Model) -> list[str]:
         """Return cycles of products, sums and vectors, and the fractions of the peak.
 
-        The first fraction is of one after the other, the second of all at the same time.
+        The fractions are of one after the other, of the kernel, of all at the same time, and the
+        one that was measured.
         """
         busy, sums = (sum(getattr(it, name) for it in self.products) for name in ("busy", "sums"))
         vectors = sum(
@@ -569,10 +575,15 @@ class MatrixCall:
             for choose, count in self.vectors
             for it in choose(loops)[:1]
         )
-        cycles = [f"{it:.0f}" for it in (busy, sums, vectors)]
-        together = max(busy, sums, vectors)
-        fractions = (busy / (busy + sums + vectors), busy / together, self.measured)
-        return [*cycles, *(f"{it:.2f}" for it in fractions)]
+        beside = sum(it.busy + it.sums for it in self.products[: self.pipelined])
+        beside *= 1 - 1 / self.panels
+        times = (
+            busy + sums + vectors,
+            busy + sums - beside + max(vectors, beside),
+            max(busy, sums, vectors),
+        )
+        fractions = (*(busy / it for it in times), self.measured)
+        return [*(f"{it:.0f}" for it in (busy, sums, vectors)), *(f"{it:.2f}" for it in fractions)]
 
 
 def rounding_loops(loops: Sequence[Loop]) -> list[Loop]:
@@ -583,9 +594,9 @@ def rounding_loops(loops: Sequence[Loop]) -> list[Loop]:
 KEYS, QUERIES, LANES = 128, 128, 16
 SCORES = KEYS * QUERIES // LANES
 """Vectors of scores of a tile of keys and two panels of queries."""
-SIDE, SECTION = 512, 512
-"""The rows and columns of a block of a linear layer, and the depth that is summed over at a time.
-A layer of 1024 rows and columns in has two sections; its results are written once."""
+SIDE, SECTION, SECTIONS = 512, 256, 4
+"""The rows and columns of a block of a linear layer, the depth that is summed over at a time, and
+the sections of a layer of 1024, after which sums are written."""
 
 MATRIX_CALLS = (
     MatrixCall(
@@ -593,7 +604,7 @@ MATRIX_CALLS = (
         FORWARD,
         (Product(KEYS, QUERIES, HEAD), Product(HEAD, QUERIES, KEYS, accumulates=1)),
         ((maximum_loops, SCORES), (exponential_loops, SCORES)),
-        0.24,
+        *(2, 16, 0.24),
     ),
     MatrixCall(
         "attention backward",
@@ -604,19 +615,19 @@ MATRIX_CALLS = (
             *(2 * (Product(KEYS, HEAD, QUERIES, accumulates=1),)),
         ),
         ((exponential_loops, SCORES),),
-        0.23,
+        *(3, 2, 0.23),
     ),
     MatrixCall(
         "linear, 1024 x 1024 x 2816",
         "linear_product",
-        (Product(SIDE, SIDE, SECTION, accumulates=0.5),),
+        (Product(SIDE, SIDE, SECTION, accumulates=1 - 1 / SECTIONS),),
         (
             # Its weights are multiplied in place by the packed input, and its output is transposed,
             # by as many squares as the input has.
             (transpose_loops, 2 * (SIDE // LANES) * (SECTION // 2 // LANES)),
-            (rounding_loops, SIDE * SIDE // LANES / 2),
+            (rounding_loops, SIDE * SIDE / LANES / SECTIONS),
         ),
-        0.36,
+        *(0, 1, 0.36),
     ),
 )
 
@@ -668,7 +679,7 @@ def table(results: dict[str, dict[tuple[str, str], list[Loop]]]) -> str:
 def matrix_table(loops: dict[tuple[str, str], list[Loop]]) -> str:
     """Cycles and fractions of the matrix unit's peak, in Markdown."""
     names = (
-        *("products", "sums", "vectors", "one after the other", "at the same time"),
+        *("products", "sums", "vectors", "one after the other", "pipelined", "all at once"),
         "measured, version 0.2",
     )
     lines = [

@@ -28,6 +28,7 @@ from foo_ops.kernels.attention.operands import (
     second,
     seen_keys,
 )
+from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_backward
 from foo_ops.kernels.attention.programs import make_program_steps, sees_window
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
@@ -43,9 +44,7 @@ from foo_ops.kernels.attention.softmax import (
     adds_row_sums,
     make_row_sums,
     make_row_sums_writer,
-    make_score_products,
     make_statistics_loader,
-    make_weight_matrices,
     make_weights,
     may_fuse,
     needs_row_sums,
@@ -57,7 +56,6 @@ from foo_ops.kernels.lang.scratch import (
     make_kernel_with_scratch,
     row_of,
 )
-from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.operands import (
     make_products,
     make_step_counter,
@@ -300,12 +298,9 @@ def make_backward_kernel(
     key_tile, value_tile = make_key_tile(dtype, "key"), make_key_tile(dtype, "value")
     transposed_tile = make_transposed_tile(dtype)
     fill_row_facts, load_statistics = make_row_facts_filler(dtype), make_statistics_loader(dtype)
-    score_products, weights_tile, weight_matrices = (
-        make_score_products(dtype, has_options, has_programs),
-        make_weights(dtype, has_options, has_programs),
-        make_weight_matrices(dtype),
-    )
-    FUSES = limbs_of(dtype) == 1 and not has_options and not has_programs
+    weights_tile = make_weights(dtype, has_options, has_programs)
+    PIPELINED = is_pipelined(dtype, has_options, has_programs)
+    add_tile = make_pipelined_backward(dtype)
     _, differentiate = make_program_steps(dtype)
     (start_row_sums, _), write_row_sums = make_row_sums(dtype), make_row_sums_writer(dtype)
     multiply, write_bias = (
@@ -406,6 +401,12 @@ def make_backward_kernel(
             small_tile = small and small_keys and small_values
             transposed_keys = transposed_tile(memory.transposed_keys, keys, count, head_dim)
             stop = 0
+            if PIPELINED and may_fuse(parameters, piece):
+                add_tile(
+                    parameters, piece, memory, keys, values, transposed_keys, key_start, count,
+                    columns, key_width, value_tile_width, has_sums,
+                )  # fmt: skip
+                stop = columns
             while stop < columns:
                 start = stop
                 some, stride = next_panel(parameters, columns - start)
@@ -416,42 +417,28 @@ def make_backward_kernel(
                     start_sums(sums, stride, head_dim if seen > 0 else 0, key_width)
                 if seen == 0:
                     continue
-                panel, panel_dropout_mask = shift(grad_scores, start), shift(dropout_mask, start)
-                score_products(
-                    parameters, piece, row_facts, shift(weights, start), panel, panel_dropout_mask,
-                    shift(slopes, start), keys, values,
+                weights_tile(
+                    parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes,
+                    keys, values,
                     packed_panel(packed, start, stride, head_dim, key_width),
                     packed_panel(grad_packed, start, stride, value_dim, value_tile_width),
-                    small_tile, key_start, start, some, seen,
+                    small_tile, base, shares, delta, row_sums, key_start, start, some, seen,
                 )  # fmt: skip
-                if FUSES and may_fuse(parameters, piece):
-                    factors = weight_matrices(
-                        parameters, shift(weights, start), panel, shift(base, start),
-                        shift(shares, start), shift(delta, start), weight_limbs, score_limbs,
-                        panel_dropout_mask, start, some, seen,
+                panel, panel_dropout_mask = shift(grad_scores, start), shift(dropout_mask, start)
+                if has_options and parameters.bias_gradient != GRADIENT_NONE:
+                    write_bias(parameters, piece, grad_scores, dropout_mask, key_start, seen)
+                if has_options and parameters.softcap > 0.0:
+                    multiply(panel, shift(slopes, start), some, seen)
+                if has_programs and parameters.gradient_function != 0:
+                    first_query, query_count = queries_of(piece, start, some)
+                    differentiate(
+                        parameters, piece, shift(slopes, start), panel, first_query, query_count,
+                        key_start, some, seen,
                     )  # fmt: skip
-                else:
-                    weights_tile(
-                        parameters, piece, row_facts, shift(weights, start), panel,
-                        panel_dropout_mask, shift(base, start), shift(shares, start),
-                        shift(delta, start), shift(row_sums, start), key_start, start, some, seen,
-                    )  # fmt: skip
-                    if has_options and parameters.bias_gradient != GRADIENT_NONE:
-                        write_bias(parameters, piece, grad_scores, dropout_mask, key_start, seen)
-                    if has_options and parameters.softcap > 0.0:
-                        multiply(panel, shift(slopes, start), some, seen)
-                    if has_programs and parameters.gradient_function != 0:
-                        first_query, query_count = queries_of(piece, start, some)
-                        differentiate(
-                            parameters, piece, shift(slopes, start), panel, first_query,
-                            query_count, key_start, some, seen,
-                        )  # fmt: skip
-                    fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
-                    split(weight_limbs, weights, start, some, seen)
-                    split(score_limbs, grad_scores, start, some, seen)
-                    factors = as_right_matrix(
-                        panel_dropout_mask, score_limbs, panel, start, some, seen
-                    )
+                fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
+                split(weight_limbs, weights, start, some, seen)
+                split(score_limbs, grad_scores, start, some, seen)
+                factors = as_right_matrix(panel_dropout_mask, score_limbs, panel, start, some, seen)
                 matmul(
                     sums, stride, transposed_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,

@@ -24,7 +24,7 @@ from foo_ops.kernels.attention.operands import (
     queries_of,
     seen_keys,
 )
-from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_panels
+from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_forward
 from foo_ops.kernels.attention.programs import sees_window
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
@@ -132,7 +132,7 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
     )
     finish, write = make_finish(dtype), make_panel_writer(dtype, "output")
     PIPELINED = is_pipelined(dtype, has_options, has_programs)
-    rescale, add_tile = make_rescale(dtype), make_pipelined_panels(dtype)
+    rescale, add_tile = make_rescale(dtype), make_pipelined_forward(dtype)
 
     def forward(parameters, piece, memory):
         head_width, value_width, rows = sizes_of_block(parameters, piece)

@@ -555,37 +555,6 @@ def make_statistics_loader(dtype: str) -> Callable:
 
 
 @functools.cache
-def make_score_products(dtype: str, has_options: bool, has_programs: bool) -> Callable:
-    """Make the function that computes a panel's scores and the products of values and gradients.
-
-    ``score_products(parameters, piece, row_facts, scores, products, dropout_mask, slopes, keys,
-    values, queries, grad_outputs, are_small, key_start, first_column, columns, count)`` computes
-    the scores S, with bias and mask, and the products V dO. All tiles begin at ``first_column``.
-    ``dropout_mask`` and ``slopes`` have room for a tile: see `make_score_mod` for slopes.
-    """
-    matmul, _, _ = make_products(dtype)
-    scores_tile = make_scores(dtype, has_options, has_programs, differentiates=True)
-    steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
-
-    @njit
-    def score_products(
-        parameters, piece, row_facts, scores, products, dropout_mask, slopes, keys, values, queries,
-        grad_outputs, are_small, key_start, first_column, columns, count,
-    ):  # fmt: skip
-        first_query, query_count = queries_of(piece, first_column, columns)
-        scores_tile(
-            parameters, piece, shift(row_facts, first_column), scores, dropout_mask, slopes,
-            keys, queries, are_small, first_query, query_count, key_start, columns, count,
-        )  # fmt: skip
-        matmul(
-            products, TILE_STRIDE, values, grad_outputs, round_up(count, ROWS), columns,
-            steps(parameters.value_dim), False, are_small,
-        )  # fmt: skip
-
-    return score_products
-
-
-@functools.cache
 def _make_limited_exponential(dtype: str) -> Callable:
     """Make ``limited(exponent)``: 2^exponent, at most 1.
 
@@ -605,20 +574,23 @@ def _make_limited_exponential(dtype: str) -> Callable:
 def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
     """Make the function that recomputes the weights of a panel, from ``first_column`` on.
 
-    ``weights_tile(parameters, piece, row_facts, weights, grad_scores, dropout_mask, base, shares,
-    delta, row_sums, key_start, first_column, columns, count)`` turns scores S into weights P =
-    exp(S - logsumexp), and products V dO into the gradient of the scores dS = P * (V dO - delta);
-    both are zero for columns without a query. With dropout the weights and V dO are multiplied by
-    its mask. All but ``row_facts`` begin at ``first_column``. See `make_statistics_loader` for
-    base, shares and delta, and `make_row_sums` for row_sums, to which the panel is added.
+    ``weights_tile(parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys,
+    values, queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start,
+    first_column, columns, count)`` computes the weights P = exp(S - logsumexp) and the gradient of
+    the scores dS = P * (V dO - delta), where S is the score with bias and mask; both are zero for
+    columns without a query. With dropout the weights and V dO are multiplied by its mask.
+    ``dropout_mask`` and ``slopes`` have room for a tile. See `make_statistics_loader` for base,
+    shares and delta, `make_score_mod` for slopes, and `make_row_sums` for row_sums, to which the
+    panel is added.
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
+    (matmul, _, _) = make_products(dtype)
+    scores_tile = make_scores(dtype, has_options, has_programs, differentiates=True)
     load_dropout_mask, (_, add_row_sums) = make_dropout_mask(dtype), make_row_sums(dtype)
-    copy, limited = (
-        make_tile_operation(compute_dtype(dtype), second),
-        _make_limited_exponential(dtype),
-    )
+    steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
+    copy = make_tile_operation(compute_dtype(dtype), second)
+    limited = _make_limited_exponential(dtype)
 
     @njit
     def drop(parameters, weights, grad_scores, dropout_mask, columns, count):
@@ -663,9 +635,22 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
 
     @njit
     def weights_tile(
-        parameters, piece, row_facts, weights, grad_scores, dropout_mask, base, shares, delta,
-        row_sums, key_start, first_column, columns, count,
+        parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys, values,
+        queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start, first_column,
+        columns, count,
     ):  # fmt: skip
+        first_query, query_count = queries_of(piece, first_column, columns)
+        weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
+        dropout_mask, slopes = shift(dropout_mask, first_column), shift(slopes, first_column)
+        scores_tile(
+            parameters, piece, shift(row_facts, first_column), weights, dropout_mask, slopes,
+            keys, queries, are_small, first_query, query_count, key_start, columns, count,
+        )  # fmt: skip
+        matmul(
+            grad_scores, TILE_STRIDE, values, grad_outputs, round_up(count, ROWS), columns,
+            steps(parameters.value_dim), False, are_small,
+        )  # fmt: skip
+        base, shares = shift(base, first_column), shift(shares, first_column)
         if piece.statistics < 0:
             exponentials(parameters, weights, base, shares, columns, count)
         else:
@@ -675,11 +660,11 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
                 parameters, row_facts, dropout_mask, key_start, first_column, columns, count
             )
             drop(parameters, weights, grad_scores, dropout_mask, columns, count)
-        multiply_weights(weights, grad_scores, delta, columns, count)
+        multiply_weights(weights, grad_scores, shift(delta, first_column), columns, count)
         if needs_row_sums(parameters):
             add_row_sums(
-                parameters, piece, shift(row_facts, first_column), weights, grad_scores, row_sums,
-                key_start, columns, count,
+                parameters, piece, shift(row_facts, first_column), weights, grad_scores,
+                shift(row_sums, first_column), key_start, columns, count,
             )  # fmt: skip
         if has_options and parameters.dropout_threshold > 0:
             copy(weights, dropout_mask, columns, count)
@@ -694,14 +679,16 @@ def may_fuse(parameters, piece):
 
 
 @functools.cache
-def make_weight_matrices(dtype: str) -> Callable:
-    """Make the function that turns a panel's scores into matrices of a matrix unit, in one pass.
+def make_weight_matrices(dtype: str) -> tuple[Callable, Callable]:
+    """Make functions that turn scores into matrices for a matrix unit, in one pass and by parts.
 
-    ``weight_matrices(parameters, scores, products, base, shares, delta, weight_limbs, score_limbs,
-    pairs, start, columns, count)`` computes the same as `make_weights`, if `may_fuse`. It rounds
-    the weights and the gradients of the scores to the left matrices ``weight_limbs`` and
-    ``score_limbs``, from the column ``start`` on, and the latter also to ``pairs``, the right
-    matrix that it returns: see `make_tile_matrices`.
+    ``weight_matrices(parameters, memory, column, key, stop)`` computes the same as `make_weights`,
+    if `may_fuse`, for two vectors of columns and some keys, of which the first is a multiple of 2.
+    The tiles ``weights`` and ``grad_scores`` in scratch memory hold scores and products V dO. It
+    rounds weights and gradients of the scores to the left matrices ``weight_limbs`` and
+    ``score_limbs``, and the gradients also to pairs of keys in ``dropout_mask``, for a right
+    matrix: see `make_tile_matrices`. ``pad_tile(memory, start, columns, count)`` comes first, and
+    pads scores, products and pairs.
     """
     scalar, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     limited, fill = _make_limited_exponential(dtype), make_fill(compute_dtype(dtype))
@@ -709,66 +696,52 @@ def make_weight_matrices(dtype: str) -> Callable:
     steps = make_step_counter(dtype)
 
     @njit
-    def weight_and_gradient(scores, products, index, factor, offset, share, delta):
-        exponent = fma(load_vector(scores, index, LANES), factor, offset)
-        weight = limited(exponent) * share
-        gradient = weight * (load_vector(products, index, LANES) - delta)
+    def pad_tile(memory, start, columns, count):
+        if count % 2 == 1:
+            fill(shift(memory.weights, count * TILE_STRIDE + start), columns, -math.inf)
+            fill(shift(memory.grad_scores, count * TILE_STRIDE + start), columns, 0.0)
+        for step in range((count + 1) // 2, steps(count)):
+            fill(shift(memory.dropout_mask, step * TILE_STRIDE + start), columns, 0.0)
+
+    @njit
+    def weight_and_gradient(memory, index, factor, offset, share, delta):
+        weight = limited(fma(load_vector(memory.weights, index, LANES), factor, offset)) * share
+        gradient = weight * (load_vector(memory.grad_scores, index, LANES) - delta)
         return bfloat16_limb(weight), bfloat16_limb(gradient)
 
     @njit
-    def two_columns(
-        scores, products, weight_limbs, score_limbs, pairs, factor, base, shares, delta, count
-    ):
-        """Turn two vectors of columns, key by key in pairs."""
-        zero = splat(scalar(0.0), LANES)
-        left_offset = zero - load_vector(base, 0, LANES)
-        right_offset = zero - load_vector(base, LANES, LANES)
-        left_share, right_share = load_vector(shares, 0, LANES), load_vector(shares, LANES, LANES)
-        left_delta, right_delta = load_vector(delta, 0, LANES), load_vector(delta, LANES, LANES)
-        for key in range(0, count, 2):
-            index, place = key * TILE_STRIDE, key * GROUP_ELEMENTS
-            weight, left = weight_and_gradient(
-                scores, products, index, factor, left_offset, left_share, left_delta
+    def weight_matrices(parameters, memory, column, key, stop):
+        factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
+        base, shares, deltas = (
+            shift(memory.base, column), shift(memory.shares, column), shift(memory.delta, column),
+        )  # fmt: skip
+        offset = zero - load_vector(base, 0, LANES)
+        other_offset = zero - load_vector(base, LANES, LANES)
+        share, other_share = load_vector(shares, 0, LANES), load_vector(shares, LANES, LANES)
+        delta, other_delta = load_vector(deltas, 0, LANES), load_vector(deltas, LANES, LANES)
+        weights, gradients, pairs = (
+            as_elements(address_of(memory.weight_limbs)),
+            as_elements(address_of(memory.score_limbs)),
+            as_pairs(address_of(memory.dropout_mask)),
+        )
+        group = column // GROUP_ELEMENTS * 2 * LIMB_GROUP + column % GROUP_ELEMENTS
+        for upper in range(key, stop, 2):
+            index, place = upper * TILE_STRIDE + column, group + upper * GROUP_ELEMENTS
+            first, left = weight_and_gradient(memory, index, factor, offset, share, delta)
+            second, right = weight_and_gradient(
+                memory, index + LANES, factor, other_offset, other_share, other_delta
             )
-            other, right = weight_and_gradient(
-                scores, products, index + LANES, factor, right_offset, right_share, right_delta
-            )
-            store_halves(weight_limbs, place, weight, other)
-            store_halves(score_limbs, place, left, right)
+            store_halves(weights, place, first, second)
+            store_halves(gradients, place, left, right)
             index, place = index + TILE_STRIDE, place + GROUP_ELEMENTS
-            weight, lower_left = weight_and_gradient(
-                scores, products, index, factor, left_offset, left_share, left_delta
+            first, lower_left = weight_and_gradient(memory, index, factor, offset, share, delta)
+            second, lower_right = weight_and_gradient(
+                memory, index + LANES, factor, other_offset, other_share, other_delta
             )
-            other, lower_right = weight_and_gradient(
-                scores, products, index + LANES, factor, right_offset, right_share, right_delta
-            )
-            store_halves(weight_limbs, place, weight, other)
-            store_halves(score_limbs, place, lower_left, lower_right)
-            line = key // 2 * TILE_STRIDE
+            store_halves(weights, place, first, second)
+            store_halves(gradients, place, lower_left, lower_right)
+            line = upper // 2 * TILE_STRIDE + column
             store(pairs, line, pack_limbs(left, lower_left))
             store(pairs, line + LANES, pack_limbs(right, lower_right))
 
-    @njit
-    def weight_matrices(
-        parameters, scores, products, base, shares, delta, weight_limbs, score_limbs, pairs, start,
-        columns, count,
-    ):  # fmt: skip
-        factor, matrix = splat(scalar(parameters.factor), LANES), as_pairs(address_of(pairs))
-        if count % 2 == 1:
-            fill(shift(scores, count * TILE_STRIDE), columns, -math.inf)
-            fill(shift(products, count * TILE_STRIDE), columns, 0.0)
-        for column in range(0, columns, 2 * LANES):
-            place = (start + column) // GROUP_ELEMENTS * LIMB_GROUP
-            element = (start + column) % GROUP_ELEMENTS
-            two_columns(
-                shift(scores, column), shift(products, column),
-                shift(as_elements(address_of(shift(weight_limbs, place))), element),
-                shift(as_elements(address_of(shift(score_limbs, place))), element),
-                shift(matrix, column), factor,
-                shift(base, column), shift(shares, column), shift(delta, column), count,
-            )  # fmt: skip
-        for step in range((count + 1) // 2, steps(count)):
-            fill(shift(pairs, step * TILE_STRIDE), columns, 0.0)
-        return matrix, TILE_STRIDE, 0
-
-    return weight_matrices
+    return weight_matrices, pad_tile
