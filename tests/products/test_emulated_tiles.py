@@ -29,6 +29,9 @@ SAMPLES = {
     # Panels of 64 queries and one of 32, and tiles of 128 keys of which the last is odd.
     "panels": sizes(queries=300, keys=301),
     "causal": sizes(queries=300, keys=301, is_causal=True),
+    # A block of eight panels: three are in different steps at a time.
+    "many panels": sizes(queries=512, keys=200),
+    "many causal panels": sizes(queries=512, keys=512, is_causal=True),
     # Some panels see no key of a tile.
     "window": sizes(queries=400, keys=400, window_left=20, window_right=30),
     "right window": sizes(queries=129, keys=417, window_right=0),
@@ -47,7 +50,7 @@ for spec in testing.OPERATORS:
     spec = dataclasses.replace(spec, dtypes=(torch.bfloat16,), devices=("cpu",))
     if spec.name == "foo::attention":
         spec = dataclasses.replace(
-            spec, samples={**spec.samples, **{name: make for name, make in SAMPLES.items()}}
+            spec, samples={**spec.samples, **SAMPLES}
         )
     testing.check_operator(spec, checks=("values", "gradients"))
     print(spec.name)
@@ -64,7 +67,14 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", sys.argv[1]]))
 )
 
 
-@pytest.mark.parametrize("operator", ["attention", "attention_varlen", "linear"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "attention",
+        pytest.param("attention_varlen", marks=pytest.mark.whole),
+        pytest.param("linear", marks=pytest.mark.whole),
+    ],
+)
 def test_operators(tmp_path, operator):
     process = python(OPERATORS, f"foo::{operator}", FOO_CACHE_DIR=str(tmp_path))
     assert (process.stdout, process.stderr) == (f"foo::{operator}\n", "")

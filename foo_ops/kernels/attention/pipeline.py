@@ -257,7 +257,7 @@ def make_pipelined_backward(dtype: str) -> Callable:
     LANES, as_matrix = lanes_of(compute_dtype(dtype)), pointer_to(product_dtype(dtype))
     (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
     next_seen, hide = _make_next_seen(dtype, "head_dim", TILE_MULTIPLE), make_mask(dtype)
-    weight_matrices, pad_tile = make_weight_matrices(dtype)
+    weight_matrices, pad_pairs = make_weight_matrices(dtype)
     advance, multiply = _make_block_computer()
 
     @njit
@@ -280,7 +280,7 @@ def make_pipelined_backward(dtype: str) -> Callable:
         """Turn a panel's scores into matrices, beside the work of the matrix unit."""
         parts = columns // (2 * LANES) * ((seen + BACKWARD_PART - 1) // BACKWARD_PART)
         part, begun, place, stride = 0, 0, memory.weights, TILE_STRIDE
-        pad_tile(memory, start, columns, seen)
+        pad_pairs(memory, start, columns, seen)
         for column in range(start, start + columns, 2 * LANES):
             for key in range(0, seen, BACKWARD_PART):
                 part += 1

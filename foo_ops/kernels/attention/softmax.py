@@ -687,8 +687,7 @@ def make_weight_matrices(dtype: str) -> tuple[Callable, Callable]:
     The tiles ``weights`` and ``grad_scores`` in scratch memory hold scores and products V dO. It
     rounds weights and gradients of the scores to the left matrices ``weight_limbs`` and
     ``score_limbs``, and the gradients also to pairs of keys in ``dropout_mask``, for a right
-    matrix: see `make_tile_matrices`. ``pad_tile(memory, start, columns, count)`` comes first, and
-    pads scores, products and pairs.
+    matrix: see `make_tile_matrices`. ``pad_pairs(memory, start, columns, count)`` pads these.
     """
     scalar, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     limited, fill = _make_limited_exponential(dtype), make_fill(compute_dtype(dtype))
@@ -696,10 +695,8 @@ def make_weight_matrices(dtype: str) -> tuple[Callable, Callable]:
     steps = make_step_counter(dtype)
 
     @njit
-    def pad_tile(memory, start, columns, count):
-        if count % 2 == 1:
-            fill(shift(memory.weights, count * TILE_STRIDE + start), columns, -math.inf)
-            fill(shift(memory.grad_scores, count * TILE_STRIDE + start), columns, 0.0)
+    def pad_pairs(memory, start, columns, count):
+        # The key after an odd number is zeros, and so are its products.
         for step in range((count + 1) // 2, steps(count)):
             fill(shift(memory.dropout_mask, step * TILE_STRIDE + start), columns, 0.0)
 
@@ -744,4 +741,4 @@ def make_weight_matrices(dtype: str) -> tuple[Callable, Callable]:
             store(pairs, line, pack_limbs(left, lower_left))
             store(pairs, line + LANES, pack_limbs(right, lower_right))
 
-    return weight_matrices, pad_tile
+    return weight_matrices, pad_pairs
