@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 TOOLS = ("llvm-mca", "llvm-objdump")
 PACKAGE, VERSION = "llvm-19", 19
@@ -30,6 +31,7 @@ BEGIN, END = "<!-- ports: begin -->\n", "<!-- ports: end -->\n"
 
 AVX2 = ("avx", "avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+AMX = ("amx-tile", "amx-bf16", "amx-int8")
 STAND_INS = {"vdpbf16ps": "vfmadd231ps"}
 """An instruction whose throughput the model of a Zen 4 has wrong, and one that takes as long."""
 # Loads of vectors that compute nothing, with their addresses.
@@ -66,7 +68,7 @@ class Family:
         return {
             "NUMBA_CPU_NAME": self.processor,
             "NUMBA_CPU_FEATURES": ",".join(switches),
-            "FOO_MATRIX_UNIT": "0",
+            "FOO_MATRIX_UNIT": "1" if set(AMX) <= set(self.features) else "0",
         }
 
 
@@ -81,6 +83,12 @@ FAMILIES = (
     Family("Zen 3", "znver3", AVX2, Model("znver3")),
     Family("Zen 4", "znver4", (*AVX512, "avx512vnni", "avx512bf16"), Model("znver4")),
 )
+WITH_MATRIX_UNIT = Family(
+    "Sapphire Rapids with AMX",
+    "sapphirerapids",
+    (*AVX512, "avx512vnni", "avx512bf16", *AMX),
+    Model("skylake-avx512"),
+)
 
 # ------------------------------------------------------------------------------------------- loops
 
@@ -89,6 +97,7 @@ _ROUNDING = re.compile(r"vreducep|vroundp|vrndscalep")
 _MAXIMUM = re.compile(r"vmaxp")
 _SHUFFLE = re.compile(r"vshuf|vunpck|vperm|vinsert")
 _PREFETCH = re.compile(r"prefetch")
+_ADDITION, _NARROWING = re.compile(r"vaddps"), re.compile(r"vpmovdw|vcvtneps2bf16")
 _BROADCAST_BYTES = {"vbroadcastss": 4, "vpbroadcastd": 4, "vbroadcastsd": 8, "vpbroadcastq": 8}
 # Loads of fewer bytes than a register has.
 _PART = {"vpmovzxwd": 2, "vpmovsxwd": 2, "vpmovsxbd": 4, "vpmovzxbd": 4, "vcvtph2ps": 2}
@@ -230,14 +239,18 @@ def tile_loops(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def exponential_loops(loops: Sequence[Loop]) -> list[Loop]:
-    """Return the shortest loop that rounds exponents: those of scores, not of corrections."""
+    """Return the loop that rounds most exponents at a time, the shortest of them.
+
+    Those are the loops of scores; others round the exponents of corrections.
+    """
     rounding = [it for it in loops if it.count(_ROUNDING)]
-    return [min(rounding, key=lambda it: len(it.instructions))]
+    return [min(rounding, key=lambda it: (-it.count(_ROUNDING), len(it.instructions)))]
 
 
 def maximum_loops(loops: Sequence[Loop]) -> list[Loop]:
-    """Return the loop that searches the largest scores."""
-    return [it for it in loops if it.count(_MAXIMUM) and not it.count(_ROUNDING)]
+    """Return the loop that searches the largest scores: that with most maxima at a time."""
+    searching = [it for it in loops if it.count(_MAXIMUM) and not it.count(_ROUNDING)]
+    return [max(searching, key=lambda it: it.count(_MAXIMUM))]
 
 
 def transpose_loops(loops: Sequence[Loop]) -> list[Loop]:
@@ -379,31 +392,42 @@ PARTS = (
     Part("linear_int8, one row", "linear_int8_few_rows", "bfloat16", one_row_loops),
     Part("linear_int4, one row", "linear_int4_few_rows.32", "bfloat16", one_row_loops),
 )
-COMPILED = tuple(dict.fromkeys((part.kernel, part.dtype) for part in PARTS))
 
 
-def emit(folder: Path) -> None:
-    """Compile all kernels for the processor that NUMBA_CPU_NAME names."""
+def compiled(family: Family) -> Sequence[tuple[str, str]]:
+    """Return the kernels that are compiled for a family, with their dtypes."""
+    if family is WITH_MATRIX_UNIT:
+        return tuple(dict.fromkeys((it.kernel, "bfloat16") for it in MATRIX_CALLS))
+    return tuple(dict.fromkeys((part.kernel, part.dtype) for part in PARTS))
+
+
+def emit(folder: Path, kernels: Sequence[tuple[str, str]]) -> None:
+    """Compile kernels for the processor that NUMBA_CPU_NAME names, with their dtypes."""
     import foo_ops.kernels.table  # noqa: F401
+    from foo_ops.kernels.compiler import processor
     from foo_ops.kernels.compiler.emit import compile_kernel
     from foo_ops.kernels.compiler.kernel import KERNELS
 
-    for kernel, dtype in COMPILED:
-        code = compile_kernel(functools.partial(KERNELS[kernel].build, dtype))
-        (folder / f"{kernel}-{dtype}.o").write_bytes(code)
+    # This machine may have no matrix unit. The code is not run.
+    with mock.patch.object(processor, "_ask_for_tiles", return_value=True):
+        for kernel, dtype in kernels:
+            code = compile_kernel(functools.partial(KERNELS[kernel].build, dtype))
+            (folder / f"{kernel}-{dtype}.o").write_bytes(code)
 
 
 def loops_of(family: Family) -> dict[tuple[str, str], list[Loop]]:
     """Compile the kernels in a process of their own; return the loops of each."""
+    kernels = compiled(family)
     with tempfile.TemporaryDirectory() as name:
+        names = [f"{kernel}-{dtype}" for kernel, dtype in kernels]
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.ports", "--emit", name],
+            [sys.executable, "-m", "benchmarks.ports", "--emit", name, *names],
             env={**os.environ, **family.environment()},
             check=True,
         )
         return {
             (kernel, dtype): innermost_loops(disassemble(Path(name) / f"{kernel}-{dtype}.o"))
-            for kernel, dtype in COMPILED
+            for kernel, dtype in kernels
         }
 
 
@@ -483,6 +507,131 @@ def prediction(call: Call, loops: Sequence[Loop], model: Model) -> float:
     return count * cycles_of_one(tiles[0], model) / (count * each / len(tiles) + others)
 
 
+# ------------------------------------------------------------------------------------- matrix unit
+
+# LLVM's models know nothing of AMX. These are the cycles between two instructions of a kind that
+# Intel's optimization reference manual (248966, "Intel AMX") has for registers of 16 rows in L1. A
+# product's result can be used 52 cycles after its start, a load's 45.
+DOT_CYCLES, LOAD_CYCLES, STORE_CYCLES = 16, 8, 16
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product on a matrix unit, by two by two registers of sums.
+
+    Attributes:
+        rows, columns, depth: its size, in multiples of 32.
+        accumulates: the share of the sums that are loaded first.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    accumulates: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Return the cycles in which registers are multiplied. Loads of factors take half of it."""
+        return self.rows / 16 * self.columns / 16 * self.depth / 32 * DOT_CYCLES
+
+    @property
+    def sums(self) -> float:
+        """Return the cycles of loads and stores of sums."""
+        return self.rows / 16 * self.columns / 16 * (LOAD_CYCLES * self.accumulates + STORE_CYCLES)
+
+
+@dataclass(frozen=True)
+class MatrixCall:
+    """Work of a call on a matrix unit.
+
+    Attributes:
+        name: the name in the table.
+        kernel: the kernel, for bfloat16.
+        products: its products.
+        vectors: choose the loops of its other work, each with the number of their units.
+        pipelined: the number of its first products that are computed beside the other work, except
+            for a share of 1 / panels.
+        panels: the panels of a tile.
+        measured: the fraction of the peak that was measured on one thread, of version 0.2.
+    """
+
+    name: str
+    kernel: str
+    products: tuple[Product, ...]
+    vectors: tuple[tuple[Callable[[Sequence[Loop]], list[Loop]], float], ...]
+    pipelined: int
+    panels: int
+    measured: float
+
+    def cells(self, loops: Sequence[Loop], model: Model) -> list[str]:
+        """Return cycles of products, sums and vectors, and the fractions of the peak.
+
+        The fractions are of one after the other, of the kernel, of all at the same time, and the
+        one that was measured.
+        """
+        busy, sums = (sum(getattr(it, name) for it in self.products) for name in ("busy", "sums"))
+        vectors = sum(
+            count * simulate(it.text(), model).cycles / it.units()
+            for choose, count in self.vectors
+            for it in choose(loops)[:1]
+        )
+        beside = sum(it.busy + it.sums for it in self.products[: self.pipelined])
+        beside *= 1 - 1 / self.panels
+        times = (
+            busy + sums + vectors,
+            busy + sums - beside + max(vectors, beside),
+            max(busy, sums, vectors),
+        )
+        fractions = (*(busy / it for it in times), self.measured)
+        return [*(f"{it:.0f}" for it in (busy, sums, vectors)), *(f"{it:.2f}" for it in fractions)]
+
+
+def rounding_loops(loops: Sequence[Loop]) -> list[Loop]:
+    """Return the loop that adds a bias to a vector of sums, and rounds it to bfloat16."""
+    return [it for it in loops if it.count(_ADDITION) and it.count(_NARROWING)][:1]
+
+
+KEYS, QUERIES, LANES = 128, 128, 16
+SCORES = KEYS * QUERIES // LANES
+"""Vectors of scores of a tile of keys and two panels of queries."""
+SIDE, SECTION, SECTIONS = 512, 256, 4
+"""The rows and columns of a block of a linear layer, the depth that is summed over at a time, and
+the sections of a layer of 1024, after which sums are written."""
+
+MATRIX_CALLS = (
+    MatrixCall(
+        "attention forward",
+        FORWARD,
+        (Product(KEYS, QUERIES, HEAD), Product(HEAD, QUERIES, KEYS, accumulates=1)),
+        ((maximum_loops, SCORES), (exponential_loops, SCORES)),
+        *(2, 16, 0.24),
+    ),
+    MatrixCall(
+        "attention backward",
+        BACKWARD,
+        (
+            *(2 * (Product(KEYS, QUERIES, HEAD),)),
+            Product(HEAD, QUERIES, KEYS, accumulates=1),
+            *(2 * (Product(KEYS, HEAD, QUERIES, accumulates=1),)),
+        ),
+        ((exponential_loops, SCORES),),
+        *(3, 2, 0.23),
+    ),
+    MatrixCall(
+        "linear, 1024 x 1024 x 2816",
+        "linear_product",
+        (Product(SIDE, SIDE, SECTION, accumulates=1 - 1 / SECTIONS),),
+        (
+            # Its weights are multiplied in place by the packed input, and its output is transposed,
+            # by as many squares as the input has.
+            (transpose_loops, 2 * (SIDE // LANES) * (SECTION // 2 // LANES)),
+            (rounding_loops, SIDE * SIDE / LANES / SECTIONS),
+        ),
+        *(0, 1, 0.36),
+    ),
+)
+
+
 # ------------------------------------------------------------------------------------------ tables
 
 
@@ -527,6 +676,22 @@ def table(results: dict[str, dict[tuple[str, str], list[Loop]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def matrix_table(loops: dict[tuple[str, str], list[Loop]]) -> str:
+    """Cycles and fractions of the matrix unit's peak, in Markdown."""
+    names = (
+        *("products", "sums", "vectors", "one after the other", "pipelined", "all at once"),
+        "measured, version 0.2",
+    )
+    lines = [
+        f"| of the peak of the matrix unit, bfloat16 | {' | '.join(names)} |",
+        f"| --- |{' ---: |' * len(names)}",
+    ]
+    for call in MATRIX_CALLS:
+        cells = call.cells(loops[call.kernel, "bfloat16"], WITH_MATRIX_UNIT.model)
+        lines.append(f"| {call.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def publish(text: str) -> None:
     page = PAGE.read_text()
     before, found, rest = page.partition(BEGIN)
@@ -540,16 +705,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--publish", action="store_true", help=f"write the table into {PAGE}")
     parser.add_argument("--emit", metavar="FOLDER", type=Path, help="only compile the kernels")
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL-DTYPE", help="those to compile")
     options = parser.parse_args()
     if options.emit:
-        emit(options.emit)
+        names = [name.rpartition("-") for name in options.kernels]
+        emit(options.emit, [(kernel, dtype) for kernel, _, dtype in names])
         return
     for name in TOOLS:
         tool(name)
     results = {it.name: loops_of(it) for it in FAMILIES}
     for family in FAMILIES:
         print(*details(family, results[family.name]), sep="\n")
-    text = table(results)
+    text = table(results) + "\n" + matrix_table(loops_of(WITH_MATRIX_UNIT))
     if options.publish:
         publish(text)
     print(text, end="")

@@ -100,6 +100,14 @@ def test_loops_are_chosen_by_their_instructions():
     assert ports.one_row_loops(loops()) == [row]
 
 
+def test_loops_of_scores_are_those_with_most_operations():
+    """Loops of corrections are shorter, and round one exponent where pairs of keys have two."""
+    short, search = loops()[1], loops()[2]
+    pair = Loop(2 * short.instructions)
+    assert ports.exponential_loops([short, pair]) == [pair]
+    assert ports.maximum_loops([search, Loop(4 * search.instructions), short])[0].units() == 4
+
+
 def test_register_tile():
     tile = loops()[0]
     assert tile.tile() == (3, 2)
@@ -171,6 +179,31 @@ def test_prediction_adds_loops_of_other_work(monkeypatch):
     assert ports.prediction(gradients, loops(), MODEL) == pytest.approx(expected)
 
 
+def test_cycles_of_a_matrix_unit():
+    product = ports.Product(128, 64, 64, accumulates=0.5)
+    # 8 x 4 registers of sums, each of 2 products of registers.
+    assert product.busy == 8 * 4 * 2 * 16
+    assert product.sums == 8 * 4 * (8 / 2 + 16)
+
+
+def test_prediction_of_a_matrix_unit(monkeypatch):
+    _, exponential, _, _ = loops()
+    cycles = {exponential.text(): 10.0}
+    monkeypatch.setattr(
+        ports, "simulate", lambda text, model: ports.Result(cycles[text], "port", 1.0)
+    )
+    call = ports.MatrixCall(
+        "call", "kernel", (ports.Product(64, 64, 64), ports.Product(64, 64, 64, accumulates=1)),
+        ((ports.exponential_loops, 100),), 1, 4, 0.125,
+    )  # fmt: skip
+    busy, sums, vectors = 1024, 640, 1000
+    # The first product and its sums, except for those of one of four panels.
+    beside = (512 + 256) * 3 / 4
+    times = busy + sums + vectors, busy + sums - beside + vectors, max(busy, sums, vectors)
+    fractions = [f"{busy / time:.2f}" for time in times]
+    assert call.cells(loops(), MODEL) == [*map(str, (busy, sums, vectors)), *fractions, "0.12"]
+
+
 def test_span():
     assert ports.span([0.5]) == "0.50"
     assert ports.span([0.9, 0.5, 0.7]) == "0.50-0.90"
@@ -190,6 +223,12 @@ def test_environment_of_a_family():
         "NUMBA_CPU_FEATURES": "+avx,+fma,-prefer-256-bit",
         "FOO_MATRIX_UNIT": "0",
     }
+
+
+def test_environment_of_a_matrix_unit():
+    environment = ports.WITH_MATRIX_UNIT.environment()
+    assert environment["FOO_MATRIX_UNIT"] == "1"
+    assert "+amx-bf16" in environment["NUMBA_CPU_FEATURES"].split(",")
 
 
 def test_table_is_written_between_marks(tmp_path, monkeypatch):

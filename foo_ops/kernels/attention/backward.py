@@ -28,6 +28,7 @@ from foo_ops.kernels.attention.operands import (
     second,
     seen_keys,
 )
+from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_backward
 from foo_ops.kernels.attention.programs import make_program_steps, sees_window
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
@@ -45,6 +46,7 @@ from foo_ops.kernels.attention.softmax import (
     make_row_sums_writer,
     make_statistics_loader,
     make_weights,
+    may_fuse,
     needs_row_sums,
 )
 from foo_ops.kernels.compiler.kernel import Kernel
@@ -297,6 +299,8 @@ def make_backward_kernel(
     transposed_tile = make_transposed_tile(dtype)
     fill_row_facts, load_statistics = make_row_facts_filler(dtype), make_statistics_loader(dtype)
     weights_tile = make_weights(dtype, has_options, has_programs)
+    PIPELINED = is_pipelined(dtype, has_options, has_programs)
+    add_tile = make_pipelined_backward(dtype)
     _, differentiate = make_program_steps(dtype)
     (start_row_sums, _), write_row_sums = make_row_sums(dtype), make_row_sums_writer(dtype)
     multiply, write_bias = (
@@ -397,6 +401,12 @@ def make_backward_kernel(
             small_tile = small and small_keys and small_values
             transposed_keys = transposed_tile(memory.transposed_keys, keys, count, head_dim)
             stop = 0
+            if PIPELINED and may_fuse(parameters, piece):
+                add_tile(
+                    parameters, piece, memory, keys, values, transposed_keys, key_start, count,
+                    columns, key_width, value_tile_width, has_sums,
+                )  # fmt: skip
+                stop = columns
             while stop < columns:
                 start = stop
                 some, stride = next_panel(parameters, columns - start)

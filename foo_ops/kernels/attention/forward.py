@@ -24,6 +24,7 @@ from foo_ops.kernels.attention.operands import (
     queries_of,
     seen_keys,
 )
+from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_forward
 from foo_ops.kernels.attention.programs import sees_window
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
@@ -36,6 +37,7 @@ from foo_ops.kernels.attention.scores import (
 from foo_ops.kernels.attention.softmax import (
     WEIGHTS_LIMB_STRIDE,
     make_online_softmax,
+    make_rescale,
     make_softmax_start,
 )
 from foo_ops.kernels.compiler.kernel import Kernel
@@ -106,7 +108,6 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
     scores, and a block mask hides some.
     """
     compute, matrix_dtype = compute_dtype(dtype), product_dtype(dtype)
-    LANES = lanes_of(compute)
     next_panel, (matmul, begin_products, end_products) = (
         make_next_panel(dtype),
         make_products(dtype),
@@ -130,14 +131,8 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
         make_online_softmax(dtype, matrix_dtype, has_options),
     )
     finish, write = make_finish(dtype), make_panel_writer(dtype, "output")
-
-    @njit
-    def rescale(sums, stride, factors, rows, columns):
-        for row in range(rows):
-            for column in range(0, columns, LANES):
-                index = row * stride + column
-                product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
-                store(sums, index, product)
+    PIPELINED = is_pipelined(dtype, has_options, has_programs)
+    rescale, add_tile = make_rescale(dtype), make_pipelined_forward(dtype)
 
     def forward(parameters, piece, memory):
         head_width, value_width, rows = sizes_of_block(parameters, piece)
@@ -171,6 +166,13 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
             transposed_values = transposed_tile(
                 memory.transposed_values, values, count, parameters.value_dim
             )
+            if PIPELINED:
+                add_tile(
+                    parameters, piece, memory, keys, transposed_values, key_start, count, columns,
+                    head_width, value_width, has_sums,
+                )  # fmt: skip
+                has_sums = True
+                continue
             # Panel by panel, so that the scores stay in L1 between the two products: 0.03 of the
             # peak.
             start, stop = 0, 0

@@ -579,6 +579,10 @@ def _make_transposed_tile_of_limbs(dtype: str) -> Callable:
 # Turns a tile of weights, or of gradients of the scores, into matrices of the backward products.
 
 
+# On a matrix unit, all keys of a group of queries lie before those of the next group.
+LIMB_GROUP = KEY_BLOCK * GROUP
+
+
 @functools.cache
 def make_tile_matrices(dtype: str) -> tuple[Callable, Callable, Callable]:
     """Make the functions that turn a tile of weights, or of gradients, into matrices of products.
@@ -641,8 +645,7 @@ def _make_tile_matrices_of_limbs(dtype: str) -> tuple[Callable, Callable, Callab
         make_step_counter(dtype),
     )
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    # All keys of a group of queries lie before those of the next group.
-    group, limb_stride = KEY_BLOCK * GROUP, KEY_BLOCK * TILE_STRIDE // 2
+    group, limb_stride = LIMB_GROUP, KEY_BLOCK * TILE_STRIDE // 2
 
     @njit
     def split(limbs, tile, start, columns, rows):

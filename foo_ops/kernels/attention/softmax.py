@@ -19,14 +19,19 @@ from foo_ops.kernels.attention.operands import (
     queries_of,
     second,
 )
-from foo_ops.kernels.attention.scores import POSITIONS, make_dropout_mask, make_scores
+from foo_ops.kernels.attention.scores import (
+    LIMB_GROUP,
+    POSITIONS,
+    make_dropout_mask,
+    make_scores,
+)
 from foo_ops.kernels.lang.scratch import row_of
 from foo_ops.kernels.math.exponential import exp2
-from foo_ops.kernels.products.limbs import limbs_of
+from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of
 from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.simd.arithmetic import absolute, any_lane, fma, less, maximum, select, splat
 from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.narrow import PAIRS, bfloat16_limb, pack_limbs, store_halves
 from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
 from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
@@ -88,31 +93,39 @@ def make_softmax_start(dtype: str) -> Callable:
 
 
 @functools.cache
-def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
-    """Make the function that turns a tile of scores into weights 2^(factor * score - largest).
+def _make_maxima(dtype: str) -> tuple[Callable, Callable]:
+    """Make ``update_maxima`` and ``offset_of``.
 
-    ``online_softmax(parameters, scores, dropout_mask, weights, largest, total, correction, columns,
-    count)`` updates largest and total, and multiplies the weights by the dropout mask if there is
-    one. Weights of dtype bfloat16x2 are pairs of neighbouring keys, padded with zeros to the steps
-    of a product, with limbs WEIGHTS_LIMB_STRIDE apart. Returns whether a maximum grew; the output
-    must then be multiplied by ``correction``.
+    ``update_maxima(scores, largest, total, correction, factor, columns, count)`` takes a tile's
+    scores into account, and returns whether a maximum grew: see `make_online_softmax`.
+    ``offset_of(largest, column)`` is added to scores before the exponential.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))
-    fill = make_fill(compute_dtype(dtype))
-    as_weights = pointer_to(weights_dtype)
-    packs, steps, LIMBS = weights_dtype == PAIRS, make_step_counter(dtype), limbs_of(dtype)
-    store_pairs = make_pairs_storer(dtype)
+    LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
 
     @njit
     def largest_of_tile(scores, column, count):
+        # Four chains: with two, an Intel waits for each maximum's latency of 4 cycles, and needs 2
+        # cycles for a vector instead of 1 (by the model of ports).
         first = splat(compute(-math.inf), LANES)
-        second = first
-        for key in range(0, count, 2):
+        second, third, fourth = first, first, first
+        for key in range(0, count, 4):
             index = key * TILE_STRIDE + column
             first = maximum(load_vector(scores, index, LANES), first)
             second = maximum(load_vector(scores, index + TILE_STRIDE, LANES), second)
-        return maximum(first, second)
+            third = maximum(load_vector(scores, index + 2 * TILE_STRIDE, LANES), third)
+            fourth = maximum(load_vector(scores, index + 3 * TILE_STRIDE, LANES), fourth)
+        return maximum(maximum(first, second), maximum(third, fourth))
+
+    @njit
+    def base_of(largest, lowest, zero):
+        # A query that has seen no key yet has the maximum -infinity: any finite base will do.
+        return select(less(lowest, largest), largest, zero)
+
+    @njit
+    def offset_of(largest, column):
+        zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
+        return zero - base_of(load_vector(largest, column, LANES), lowest, zero)
 
     @njit
     def grow(largest, total, correction, column, top):
@@ -129,9 +142,37 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         return any_lane(less(before, after))
 
     @njit
-    def base_of(largest, lowest, zero):
-        # A query that has seen no key yet has the maximum -infinity: any finite base will do.
-        return select(less(lowest, largest), largest, zero)
+    def update_maxima(scores, largest, total, correction, factor, columns, count):
+        # Maxima take four keys at a time, and pairs two.
+        for key in range(count, round_up(count, 4)):
+            fill(shift(scores, key * TILE_STRIDE), columns, -math.inf)
+        for column in range(0, columns, LANES):
+            store(correction, column, largest_of_tile(scores, column, count) * factor)
+        grew = False
+        for column in range(0, columns, LANES):
+            top = load_vector(correction, column, LANES)
+            grew = grow(largest, total, correction, column, top) or grew
+        return grew
+
+    return update_maxima, offset_of
+
+
+@functools.cache
+def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
+    """Make the function that turns a tile of scores into weights 2^(factor * score - largest).
+
+    ``online_softmax(parameters, scores, dropout_mask, weights, largest, total, correction, columns,
+    count)`` updates largest and total, and multiplies the weights by the dropout mask if there is
+    one. Weights of dtype bfloat16x2 are pairs of neighbouring keys, padded with zeros to the steps
+    of a product, with limbs WEIGHTS_LIMB_STRIDE apart. Returns whether a maximum grew; the output
+    must then be multiplied by ``correction``.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))
+    fill = make_fill(compute_dtype(dtype))
+    as_weights = pointer_to(weights_dtype)
+    packs, steps, LIMBS = weights_dtype == PAIRS, make_step_counter(dtype), limbs_of(dtype)
+    store_pairs, (update_maxima, offset_of) = make_pairs_storer(dtype), _make_maxima(dtype)
 
     def make_exponentials(has_dropout: bool) -> Callable:
         """Make a loop without a branch on dropout, which keeps more constants in registers."""
@@ -149,11 +190,10 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
         @njit
         def exponentials(scores, dropout_mask, weights, largest, total, column, count, factor):
-            zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
-            offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
+            offset = offset_of(largest, column)
             # Sum the tile first: adding each weight to the total would round it to the total's
             # precision.
-            sum_ = zero
+            sum_ = splat(compute(0.0), LANES)
             if packs:
                 pairs = as_weights(address_of(weights))
                 for key in range(0, count, 2):
@@ -182,17 +222,9 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         parameters, scores, dropout_mask, weights, largest, total, correction, columns, count
     ):
         factor = splat(compute(parameters.factor), LANES)
-        # Maxima and pairs take two keys at a time.
-        if count % 2 == 1:
-            fill(shift(scores, count * TILE_STRIDE), columns, -math.inf)
-        # With three loops, the processor overlaps the exponentials of neighbouring columns: 7
-        # cycles a vector; 10 in one loop.
-        for column in range(0, columns, LANES):
-            store(correction, column, largest_of_tile(scores, column, count) * factor)
-        grew = False
-        for column in range(0, columns, LANES):
-            top = load_vector(correction, column, LANES)
-            grew = grow(largest, total, correction, column, top) or grew
+        # With loops of their own, the processor overlaps the exponentials of neighbouring columns:
+        # 7 cycles a vector; 10 in one loop.
+        grew = update_maxima(scores, largest, total, correction, factor, columns, count)
         for column in range(0, columns, LANES):
             if has_options and parameters.dropout_threshold > 0:
                 exponentials_with_dropout(
@@ -211,6 +243,63 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         return grew
 
     return online_softmax
+
+
+@functools.cache
+def make_softmax_by_parts(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Make the parts of the online softmax, for weights in pairs and without dropout.
+
+    ``update_maxima(parameters, scores, largest, total, correction, columns, count)`` returns
+    whether a maximum grew. ``add_weights(parameters, scores, largest, total, column, key, stop)``
+    then turns the scores of some keys, and a vector of columns, into weights in the same memory; a
+    part begins at a multiple of 2. ``pad_weights(scores, columns, count)`` comes last. See
+    `make_online_softmax`.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
+    update, offset_of = _make_maxima(dtype)
+    steps, as_pairs = make_step_counter(dtype), pointer_to(PAIRS)
+    store_pairs = make_pairs_storer(dtype)
+
+    @njit
+    def update_maxima(parameters, scores, largest, total, correction, columns, count):
+        factor = splat(compute(parameters.factor), LANES)
+        return update(scores, largest, total, correction, factor, columns, count)
+
+    @njit
+    def add_weights(parameters, scores, largest, total, column, key, stop):
+        factor, offset = splat(compute(parameters.factor), LANES), offset_of(largest, column)
+        pairs, sum_ = as_pairs(address_of(scores)), splat(compute(0.0), LANES)
+        for first in range(key, stop, 2):
+            index = first * TILE_STRIDE + column
+            left = exp2(load_vector(scores, index, LANES) * factor + offset)
+            right = exp2(load_vector(scores, index + TILE_STRIDE, LANES) * factor + offset)
+            sum_ = sum_ + (left + right)
+            store_pairs(pairs, first // 2 * TILE_STRIDE + column, 0, left, right)
+        store(total, column, load_vector(total, column, LANES) + sum_)
+
+    @njit
+    def pad_weights(scores, columns, count):
+        for step in range((count + 1) // 2, steps(count)):
+            fill(shift(scores, step * TILE_STRIDE), columns, 0.0)
+
+    return update_maxima, add_weights, pad_weights
+
+
+@functools.cache
+def make_rescale(dtype: str) -> Callable:
+    """Make ``rescale(sums, stride, factors, rows, columns)``: multiply columns by their factors."""
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def rescale(sums, stride, factors, rows, columns):
+        for row in range(rows):
+            for column in range(0, columns, LANES):
+                index = row * stride + column
+                product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
+                store(sums, index, product)
+
+    return rescale
 
 
 # ------------------------------------------------------------------------------- exact sums of rows
@@ -466,6 +555,22 @@ def make_statistics_loader(dtype: str) -> Callable:
 
 
 @functools.cache
+def _make_limited_exponential(dtype: str) -> Callable:
+    """Make ``limited(exponent)``: 2^exponent, at most 1.
+
+    Rounding scores near 1e10 makes exponents of hundreds.
+    """
+    scalar, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
+
+    @njit
+    def limited(exponent):
+        zero = splat(scalar(0.0), LANES)
+        return exp2(select(less(zero, exponent), zero, exponent))
+
+    return limited
+
+
+@functools.cache
 def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
     """Make the function that recomputes the weights of a panel, from ``first_column`` on.
 
@@ -485,6 +590,7 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
     load_dropout_mask, (_, add_row_sums) = make_dropout_mask(dtype), make_row_sums(dtype)
     steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
     copy = make_tile_operation(compute_dtype(dtype), second)
+    limited = _make_limited_exponential(dtype)
 
     @njit
     def drop(parameters, weights, grad_scores, dropout_mask, columns, count):
@@ -495,12 +601,6 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
                 factor = load_vector(dropout_mask, index, LANES) * scale
                 store(dropout_mask, index, load_vector(weights, index, LANES) * factor)
                 store(grad_scores, index, load_vector(grad_scores, index, LANES) * factor)
-
-    @njit
-    def limited(exponent):
-        """Return 2^exponent, at most 1: rounding scores near 1e10 makes exponents of hundreds."""
-        zero = splat(scalar(0.0), LANES)
-        return exp2(select(less(zero, exponent), zero, exponent))
 
     @njit
     def exponentials(parameters, weights, base, shares, columns, count):
@@ -570,3 +670,75 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
             copy(weights, dropout_mask, columns, count)
 
     return weights_tile
+
+
+@njit
+def may_fuse(parameters, piece):
+    """Whether `make_weight_matrices` is enough: bases are logsumexps, and no row sums are added."""
+    return piece.statistics < 0 and not needs_row_sums(parameters)
+
+
+@functools.cache
+def make_weight_matrices(dtype: str) -> tuple[Callable, Callable]:
+    """Make functions that turn scores into matrices for a matrix unit, in one pass and by parts.
+
+    ``weight_matrices(parameters, memory, column, key, stop)`` computes the same as `make_weights`,
+    if `may_fuse`, for two vectors of columns and some keys, of which the first is a multiple of 2.
+    The tiles ``weights`` and ``grad_scores`` in scratch memory hold scores and products V dO. It
+    rounds weights and gradients of the scores to the left matrices ``weight_limbs`` and
+    ``score_limbs``, and the gradients also to pairs of keys in ``dropout_mask``, for a right
+    matrix: see `make_tile_matrices`. ``pad_pairs(memory, start, columns, count)`` pads these.
+    """
+    scalar, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
+    limited, fill = _make_limited_exponential(dtype), make_fill(compute_dtype(dtype))
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    steps = make_step_counter(dtype)
+
+    @njit
+    def pad_pairs(memory, start, columns, count):
+        # The key after an odd number is zeros, and so are its products.
+        for step in range((count + 1) // 2, steps(count)):
+            fill(shift(memory.dropout_mask, step * TILE_STRIDE + start), columns, 0.0)
+
+    @njit
+    def weight_and_gradient(memory, index, factor, offset, share, delta):
+        weight = limited(fma(load_vector(memory.weights, index, LANES), factor, offset)) * share
+        gradient = weight * (load_vector(memory.grad_scores, index, LANES) - delta)
+        return bfloat16_limb(weight), bfloat16_limb(gradient)
+
+    @njit
+    def weight_matrices(parameters, memory, column, key, stop):
+        factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
+        base, shares, deltas = (
+            shift(memory.base, column), shift(memory.shares, column), shift(memory.delta, column),
+        )  # fmt: skip
+        offset = zero - load_vector(base, 0, LANES)
+        other_offset = zero - load_vector(base, LANES, LANES)
+        share, other_share = load_vector(shares, 0, LANES), load_vector(shares, LANES, LANES)
+        delta, other_delta = load_vector(deltas, 0, LANES), load_vector(deltas, LANES, LANES)
+        weights, gradients, pairs = (
+            as_elements(address_of(memory.weight_limbs)),
+            as_elements(address_of(memory.score_limbs)),
+            as_pairs(address_of(memory.dropout_mask)),
+        )
+        group = column // GROUP_ELEMENTS * 2 * LIMB_GROUP + column % GROUP_ELEMENTS
+        for upper in range(key, stop, 2):
+            index, place = upper * TILE_STRIDE + column, group + upper * GROUP_ELEMENTS
+            first, left = weight_and_gradient(memory, index, factor, offset, share, delta)
+            second, right = weight_and_gradient(
+                memory, index + LANES, factor, other_offset, other_share, other_delta
+            )
+            store_halves(weights, place, first, second)
+            store_halves(gradients, place, left, right)
+            index, place = index + TILE_STRIDE, place + GROUP_ELEMENTS
+            first, lower_left = weight_and_gradient(memory, index, factor, offset, share, delta)
+            second, lower_right = weight_and_gradient(
+                memory, index + LANES, factor, other_offset, other_share, other_delta
+            )
+            store_halves(weights, place, first, second)
+            store_halves(gradients, place, lower_left, lower_right)
+            line = upper // 2 * TILE_STRIDE + column
+            store(pairs, line, pack_limbs(left, lower_left))
+            store(pairs, line + LANES, pack_limbs(right, lower_right))
+
+    return weight_matrices, pad_pairs

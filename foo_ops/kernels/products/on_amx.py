@@ -71,6 +71,48 @@ def make_amx_products_of_bytes(a: str, b: str) -> tuple[Callable, Callable, Call
     )
 
 
+@functools.cache
+def make_amx_blocks() -> tuple[Callable, Callable]:
+    """Make functions that compute a product of bfloat16 block by block, beside something else.
+
+    ``start_block(c, c_stride, a, b, columns, steps, accumulate, number)`` begins to compute a block
+    of TILE_MULTIPLE rows and columns, with the arguments of `make_amx_products`, and returns its
+    place in c. ``store_block(place, c_stride)`` must be called before the next block, and is called
+    late: the unit multiplies meanwhile, and the processor would wait for sums that it stores. Rows
+    and columns must be multiples of TILE_MULTIPLE.
+    """
+    multiply, store_block = _make_block(1, matrix_dot, 2, 2)
+    if not has_matrix_unit():
+        multiply, store_block = _make_block_of_sums(), _store_nothing
+
+    @njit
+    def start_block(c, c_stride, a, b, columns, steps, accumulate, number):
+        in_row = columns // TILE_MULTIPLE
+        row, column = number // in_row * TILE_MULTIPLE, number % in_row * TILE_MULTIPLE
+        pointer, stride, limb_stride = b
+        place = shift(c, row * c_stride + column)
+        right = (shift(pointer, column), stride, limb_stride)
+        multiply(place, c_stride, moved(a, row, 0), right, steps, accumulate)
+        return place
+
+    return start_block, store_block
+
+
+def _make_block_of_sums() -> Callable:
+    by_sums = _make_product_of_sums(1)
+
+    @njit
+    def multiply(c, c_stride, a, b, steps, accumulate):
+        by_sums(c, c_stride, a, b, TILE_MULTIPLE, TILE_MULTIPLE, steps, accumulate)
+
+    return multiply
+
+
+@njit
+def _store_nothing(place, c_stride):
+    """Does nothing: without a matrix unit, blocks are stored when they are computed."""
+
+
 def _make_products(
     by_sums: Callable, by_registers: Callable
 ) -> tuple[Callable, Callable, Callable]:
@@ -211,23 +253,31 @@ def _make_product_by_registers(limbs: int, matrix_dot: Callable) -> Callable:
 
 def _make_band(limbs: int, matrix_dot: Callable, ROWS: int) -> Callable:
     """Make the product for ``ROWS`` times 16 rows."""
-    pair, single = (_make_block(limbs, matrix_dot, ROWS, COLUMNS) for COLUMNS in (2, 1))
+    multiply_pair, store_pair = _make_block(limbs, matrix_dot, ROWS, 2)
+    multiply_single, store_single = _make_block(limbs, matrix_dot, ROWS, 1)
 
     @njit
     def band(c, c_stride, a, b, columns, steps, accumulate):
         pointer, stride, limb_stride = b
         for column in range(0, columns - 16, 32):
             place = (shift(pointer, column), stride, limb_stride)
-            pair(shift(c, column), c_stride, a, place, steps, accumulate)
+            multiply_pair(shift(c, column), c_stride, a, place, steps, accumulate)
+            store_pair(shift(c, column), c_stride)
         if columns % 32 != 0:
             place = (shift(pointer, columns - 16), stride, limb_stride)
-            single(shift(c, columns - 16), c_stride, a, place, steps, accumulate)
+            multiply_single(shift(c, columns - 16), c_stride, a, place, steps, accumulate)
+            store_single(shift(c, columns - 16), c_stride)
 
     return band
 
 
-def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Callable:
+def _make_block(
+    limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int
+) -> tuple[Callable, Callable]:
     """Make the product for ``ROWS`` x ``COLUMNS`` registers of sums, 0 and 1 above 2 and 3.
+
+    ``multiply(c, c_stride, a, b, steps, accumulate)`` leaves the sums in the registers, and
+    ``store_sums(c, c_stride)`` stores them.
 
     Registers 4 and 5 hold rows of one limb of a, 6 and 7 columns of one limb of b.
     """
@@ -302,7 +352,7 @@ def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Ca
             dot()
 
     @njit
-    def block(c, c_stride, a, b, steps, accumulate):
+    def multiply(c, c_stride, a, b, steps, accumulate):
         left, row_stride, group_stride, left_limb_stride = a
         right, stride, right_limb_stride = b
         if accumulate:
@@ -314,6 +364,5 @@ def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Ca
                 shift(left, group * group_stride), row_stride, left_limb_stride,
                 shift(right, group * GROUP * stride), stride, right_limb_stride,
             )  # fmt: skip
-        store_sums(c, c_stride)
 
-    return block
+    return multiply, store_sums

@@ -1,0 +1,337 @@
+"""Attention's passes over a tile of keys, pipelined for a matrix unit.
+
+While the vector units work on the scores of a panel, the matrix unit multiplies for the panels
+before and after it. In the forward pass::
+
+    panel 0    scores   softmax   accumulator
+    panel 1             scores    softmax       accumulator
+    panel 2                       scores        softmax       accumulator
+
+In the backward pass, the scores come with the products of values and gradients, the weights with
+the gradients of the scores, and grad_query is accumulated.
+
+A processor executes some hundred instructions out of order, while those of a panel's exponentials
+are tens of thousands. So blocks of a product, of 32 x 32 sums, begin between parts of that work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.attention.operands import (
+    PANEL_ON_TILES,
+    TILE_STRIDE,
+    make_next_panel,
+    make_panel_packer,
+    make_sums_starter,
+    queries_of,
+    seen_keys,
+)
+from foo_ops.kernels.attention.scores import make_mask
+from foo_ops.kernels.attention.softmax import (
+    make_rescale,
+    make_softmax_by_parts,
+    make_weight_matrices,
+)
+from foo_ops.kernels.lang.scratch import field
+from foo_ops.kernels.products.limbs import limbs_of
+from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, make_amx_blocks
+from foo_ops.kernels.products.operands import make_step_counter, product_dtype
+from foo_ops.kernels.simd.memory import address_of, pointer_to, shift
+from foo_ops.kernels.simd.transpose import round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
+
+# Keys of a part of the vector work, between which blocks begin. By the model of ports, a vector of
+# queries takes 130 cycles in the forward pass, and two take 190 in the backward pass. The matrix
+# unit computes a block in 128 or 256 cycles for heads of 64.
+FORWARD_PART, BACKWARD_PART = 16, 8
+
+
+def is_pipelined(dtype: str, has_options: bool, has_programs: bool) -> bool:
+    """Whether the kernels of attention are pipelined: their scores need no more than a mask."""
+    return limbs_of(dtype) == 1 and not has_options and not has_programs
+
+
+# ------------------------------------------------------------------------------------------- blocks
+
+# A product is a tuple: c, its row stride, a, b, rows, columns, steps, and whether it adds to c.
+# Work is a tuple of three products, which are computed in this order.
+
+
+@njit
+def blocks_of(product):
+    _, _, _, _, rows, columns, _, _ = product
+    return rows // TILE_MULTIPLE * (columns // TILE_MULTIPLE)
+
+
+@njit
+def blocks_of_all(work):
+    first, second, third = work
+    return blocks_of(first) + blocks_of(second) + blocks_of(third)
+
+
+@njit
+def blocks_due(work, part, parts):
+    """Return how many blocks have begun after ``part`` of equal parts: all after the last."""
+    return (part * blocks_of_all(work) + parts - 1) // parts
+
+
+@njit
+def without_rows(product):
+    """Return a product that has no blocks."""
+    c, c_stride, a, b, _, columns, steps, adds = product
+    return c, c_stride, a, b, 0, columns, steps, adds
+
+
+@functools.cache
+def _make_block_computer() -> tuple[Callable, Callable]:
+    """Make ``advance`` and ``multiply``.
+
+    ``advance(work, number, place, stride)`` stores the block at ``place`` and begins the block
+    ``number``. It returns the place and the row stride of the new block.
+    ``multiply(work, number, place, stride)`` computes and stores all blocks from ``number`` on.
+    """
+    start_block, store_block = make_amx_blocks()
+
+    @njit
+    def advance(work, number, place, stride):
+        count = blocks_of_all(work)
+        if 0 < number <= count:
+            store_block(place, stride)
+        if number >= count:
+            return place, stride
+        product, second, third = work
+        if number >= blocks_of(product):
+            number -= blocks_of(product)
+            product = second
+            if number >= blocks_of(product):
+                number -= blocks_of(product)
+                product = third
+        c, c_stride, a, b, _, columns, steps, adds = product
+        return start_block(c, c_stride, a, b, columns, steps, adds, number), c_stride
+
+    @njit
+    def multiply(work, number, place, stride):
+        for rest in range(number, blocks_of_all(work) + 1):
+            place, stride = advance(work, rest, place, stride)
+
+    return advance, multiply
+
+
+@functools.cache
+def _make_next_seen(dtype: str, dim_name: str, MULTIPLE: int) -> Callable:
+    """Make the function that finds the next panel of which a query sees a key.
+
+    ``next_seen(parameters, piece, sums, start, columns, key_start, count, width, has_sums)``
+    returns the panel's start, columns, and the keys that it visits, in multiples of ``MULTIPLE``
+    except at the tile's end. There are no columns if there is no such panel. Without sums, it
+    starts those of all panels that it passes.
+    """
+    next_panel, start_sums = make_next_panel(dtype), make_sums_starter(compute_dtype(dtype))
+
+    @njit
+    def next_seen(parameters, piece, sums, start, columns, key_start, count, width, has_sums):
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            first_query, query_count = queries_of(piece, start, some)
+            seen = seen_keys(piece, first_query, query_count, key_start, count)
+            if not has_sums:
+                first_row = field(parameters, dim_name) if seen > 0 else 0
+                start_sums(shift(sums, start * width), stride, first_row, width)
+            if seen > 0:
+                return start, some, min(count, round_up(seen, MULTIPLE))
+            start += some
+        return start, 0, 0
+
+    return next_seen
+
+
+# ------------------------------------------------------------------------------------------- passes
+
+
+@functools.cache
+def make_pipelined_forward(dtype: str) -> Callable:
+    """Make the function that adds a tile of keys and values to all panels of a block.
+
+    ``add_tile(parameters, piece, memory, keys, transposed_values, key_start, count, columns,
+    head_width, value_width, has_sums)`` computes what the loop over panels in
+    `foo_ops.kernels.attention.forward` does without options.
+    """
+    LANES, as_matrix = lanes_of(compute_dtype(dtype)), pointer_to(product_dtype(dtype))
+    (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
+    next_seen, hide = _make_next_seen(dtype, "value_dim", 1), make_mask(dtype)
+    update_maxima, add_weights, pad_weights = make_softmax_by_parts(dtype)
+    rescale, (advance, multiply) = make_rescale(dtype), _make_block_computer()
+
+    @njit
+    def scores_of(parameters, memory, keys, target, start, columns, seen, head_width):
+        queries = panel_of(memory.queries, start, columns, parameters.head_dim, head_width)
+        return (
+            target, TILE_STRIDE, keys, queries, round_up(seen, TILE_MULTIPLE), columns,
+            steps(parameters.head_dim), False,
+        )  # fmt: skip
+
+    @njit
+    def sums_of(parameters, memory, values, weights, start, columns, seen, width, has_sums):
+        return (
+            shift(memory.accumulator, start * width), columns, values,
+            (as_matrix(address_of(weights)), TILE_STRIDE, 0),
+            round_up(parameters.value_dim, TILE_MULTIPLE), columns, steps(seen), has_sums,
+        )  # fmt: skip
+
+    @njit
+    def exponentials(parameters, target, largest, total, columns, seen, work):
+        """Turn a panel's scores into weights, beside the work of the matrix unit."""
+        parts = columns // LANES * ((seen + FORWARD_PART - 1) // FORWARD_PART)
+        part, begun, place, stride = 0, 0, target, TILE_STRIDE
+        for column in range(0, columns, LANES):
+            for key in range(0, seen, FORWARD_PART):
+                part += 1
+                due = blocks_due(work, part, parts)
+                for number in range(begun, due):
+                    place, stride = advance(work, number, place, stride)
+                begun = due
+                stop = min(key + FORWARD_PART, seen)
+                add_weights(parameters, target, largest, total, column, key, stop)
+        pad_weights(target, columns, seen)
+        multiply(work, begun, place, stride)
+
+    @njit
+    def add_tile(
+        parameters, piece, memory, keys, transposed_values, key_start, count, columns, head_width,
+        value_width, has_sums,
+    ):  # fmt: skip
+        # The scores of neighbouring panels lie side by side. A panel's weights replace its scores.
+        target, other = memory.scores, shift(memory.scores, PANEL_ON_TILES)
+        start, some, seen = next_seen(
+            parameters, piece, memory.accumulator, 0, columns, key_start, count, value_width,
+            has_sums,
+        )  # fmt: skip
+        scores = scores_of(parameters, memory, keys, target, start, some, seen, head_width)
+        none = without_rows(scores)
+        multiply((none, scores, none), 0, target, TILE_STRIDE)
+        sums = none
+        while some > 0:
+            following, next_columns, next_count = next_seen(
+                parameters, piece, memory.accumulator, start + some, columns, key_start, count,
+                value_width, has_sums,
+            )  # fmt: skip
+            first_query, queries = queries_of(piece, start, some)
+            hide(
+                piece, shift(memory.row_facts, start), target, first_query, queries, key_start,
+                some, seen,
+            )  # fmt: skip
+            largest, total = shift(memory.largest, start), shift(memory.total, start)
+            factors = shift(memory.correction, start)
+            grew = update_maxima(parameters, target, largest, total, factors, some, seen)
+            if grew and has_sums:
+                panel_sums = shift(memory.accumulator, start * value_width)
+                rescale(panel_sums, some, factors, parameters.value_dim, some)
+            scores = scores_of(
+                parameters, memory, keys, other, following, next_columns, next_count, head_width
+            )
+            # The weights of the panel before lie where the next scores go.
+            exponentials(parameters, target, largest, total, some, seen, (sums, scores, none))
+            sums = sums_of(
+                parameters, memory, transposed_values, target, start, some, seen, value_width,
+                has_sums,
+            )  # fmt: skip
+            start, some, seen = following, next_columns, next_count
+            target, other = other, target
+        multiply((sums, none, none), 0, target, TILE_STRIDE)
+
+    return add_tile
+
+
+@functools.cache
+def make_pipelined_backward(dtype: str) -> Callable:
+    """Make the function that adds a tile of keys to grad_query, and leaves its matrices.
+
+    ``add_tile(parameters, piece, memory, keys, values, transposed_keys, key_start, count, columns,
+    key_width, value_width, has_sums)`` computes what the loop over panels in
+    `foo_ops.kernels.attention.backward` does without options, if `may_fuse`.
+    """
+    LANES, as_matrix = lanes_of(compute_dtype(dtype)), pointer_to(product_dtype(dtype))
+    (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
+    next_seen, hide = _make_next_seen(dtype, "head_dim", TILE_MULTIPLE), make_mask(dtype)
+    weight_matrices, pad_pairs = make_weight_matrices(dtype)
+    advance, multiply = _make_block_computer()
+
+    @njit
+    def product_of(target, keys, packed, start, columns, seen, dim, width):
+        """Return the product of keys and queries, or of values and gradients."""
+        right = panel_of(packed, start, columns, dim, width)
+        rows = round_up(seen, TILE_MULTIPLE)
+        return shift(target, start), TILE_STRIDE, keys, right, rows, columns, steps(dim), False
+
+    @njit
+    def sums_of(parameters, memory, keys, start, columns, seen, width, has_sums):
+        pairs = as_matrix(address_of(shift(memory.dropout_mask, start)))
+        return (
+            shift(memory.grad_queries, start * width), columns, keys, (pairs, TILE_STRIDE, 0),
+            round_up(parameters.head_dim, TILE_MULTIPLE), columns, steps(seen), has_sums,
+        )  # fmt: skip
+
+    @njit
+    def matrices(parameters, memory, start, columns, seen, work):
+        """Turn a panel's scores into matrices, beside the work of the matrix unit."""
+        parts = columns // (2 * LANES) * ((seen + BACKWARD_PART - 1) // BACKWARD_PART)
+        part, begun, place, stride = 0, 0, memory.weights, TILE_STRIDE
+        pad_pairs(memory, start, columns, seen)
+        for column in range(start, start + columns, 2 * LANES):
+            for key in range(0, seen, BACKWARD_PART):
+                part += 1
+                due = blocks_due(work, part, parts)
+                for number in range(begun, due):
+                    place, stride = advance(work, number, place, stride)
+                begun = due
+                stop = min(key + BACKWARD_PART, seen)
+                weight_matrices(parameters, memory, column, key, stop)
+        multiply(work, begun, place, stride)
+
+    @njit
+    def add_tile(
+        parameters, piece, memory, keys, values, transposed_keys, key_start, count, columns,
+        key_width, value_width, has_sums,
+    ):  # fmt: skip
+        sums = without_rows(
+            sums_of(parameters, memory, transposed_keys, 0, 0, 0, key_width, has_sums)
+        )
+        start, some, seen, following = 0, 0, 0, 0
+        while True:
+            following, next_columns, next_count = next_seen(
+                parameters, piece, memory.grad_queries, following, columns, key_start, count,
+                key_width, has_sums,
+            )  # fmt: skip
+            scores = product_of(
+                memory.weights, keys, memory.packed, following, next_columns, next_count,
+                parameters.head_dim, key_width,
+            )  # fmt: skip
+            products = product_of(
+                memory.grad_scores, values, memory.grad_packed, following, next_columns,
+                next_count, parameters.value_dim, value_width,
+            )  # fmt: skip
+            work = (sums, scores, products)
+            if some > 0:
+                first_query, queries = queries_of(piece, start, some)
+                hide(
+                    piece, shift(memory.row_facts, start), shift(memory.weights, start),
+                    first_query, queries, key_start, some, seen,
+                )  # fmt: skip
+                matrices(parameters, memory, start, some, seen, work)
+                sums = sums_of(
+                    parameters, memory, transposed_keys, start, some, seen, key_width, has_sums
+                )
+            else:
+                multiply(work, 0, memory.weights, TILE_STRIDE)
+            start, some, seen = following, next_columns, next_count
+            if some == 0:
+                break
+            following += some
+        none = without_rows(sums)
+        multiply((sums, none, none), 0, memory.weights, TILE_STRIDE)
+
+    return add_tile
