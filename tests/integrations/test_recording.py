@@ -81,6 +81,50 @@ def test_views_of_computed_tensors():
     check(lambda position, a: [(a * 2).expand(position + 1, 4)[-1] + 1], numbers(4))
 
 
+def test_slices_of_inputs():
+    """They need no dispatcher, except where an index is unusual."""
+    memory = numbers(2, 9, 4)
+    check(lambda position, it: [it[:, : position + 1], it[:, position:].clone()], memory)
+    check(lambda position, it: [it[:, position : 2 * position]], memory)
+    check(lambda position, it: [it[:, -position:] + 1], memory)
+    check(lambda position, it: [it[:, position::2].sum(1)], memory)
+    check(lambda position, it: [torch.ops.aten.slice.Tensor(it, -2, 0, position)], memory)
+
+
+def test_slices_of_slices_share_memory():
+    memory = numbers(3, 30)
+    made = recorded(lambda position, it: [it[1:][:, 2 : position + 4]], memory)
+    (part,) = run(made, 11, memory)
+    part.zero_()
+    assert torch.equal(memory[1:, 2:15], torch.zeros(2, 13))
+    assert bool((memory[0] != 0).all())
+
+
+def test_fills():
+    """A single int64 is written without the dispatcher."""
+
+    def function(position, *tensors):
+        for it in tensors:
+            it.fill_(position)
+        return [it + 1 for it in tensors]
+
+    single, several = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    check(function, single, several, torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_sum_and_its_norm_are_one_operator(norm):
+    def function(position, a, b, weight):
+        total = a + b
+        return [getattr(torch.ops.foo, norm)(total, weight), total * position]
+
+    a, b, weight = numbers(3, 64).bfloat16(), numbers(1, 64).bfloat16(), numbers(64).bfloat16()
+    assert len(check(function, a, a * 2, weight)) == 2
+    # An addition that broadcasts, and one that another operator follows, stay.
+    assert len(check(function, a, b, weight)) == 3
+    check(lambda _, a, weight: [getattr(torch.ops.foo, norm)(a + 1, weight)], a, weight)
+
+
 def test_views_of_inputs_may_have_other_strides():
     def others(position):
         return [numbers(6 + position, 5).t()[:4, :5]]

@@ -166,7 +166,7 @@ void free_result(void* memory) {
 // Blocks of small results: powers of two, cut from slabs of one size each. Freed blocks are a list,
 // linked through their own memory. Blocks may be freed by other threads than those that use them:
 // of long lists a part goes to all threads.
-constexpr size_t kSlab = size_t{64} << 10, kSlabs = 4096;
+constexpr size_t kSlab = size_t{64} << 10, kSlabs = 1024;
 constexpr int kLeastExponent = 6;
 constexpr size_t kSizes = 10;
 static_assert(kSmallResult == size_t{1} << (kLeastExponent + kSizes - 1));
