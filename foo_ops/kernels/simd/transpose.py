@@ -198,7 +198,7 @@ def make_copy_row(dtype: str) -> Callable:
         whole = columns // LANES * LANES if column_stride == 1 else 0
         for column in range(0, whole, LANES):
             store(target, column, load_vector(source, column, LANES))
-        if HAS_MASKS and column_stride == 1 and width % LANES == 0:
+        if HAS_MASKS and column_stride == 1 and columns <= width and width % LANES == 0:
             for column in range(whole, width, LANES):
                 store(target, column, load_first(source, column, max(0, columns - column), LANES))
             return
