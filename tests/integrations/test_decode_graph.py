@@ -203,20 +203,15 @@ def test_beams(case, runs):
     assert len(runs) >= 40
 
 
-def test_beams_of_a_cache_that_grows(runs):
-    model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
-    prompt = tokens(1, 5)
-    theirs = generated(model, prompt, 140, num_beams=4)
-    assert_same(generated(apply(model), prompt, 140, num_beams=4), theirs)
-    assert len(runs) == 139 - STEPS
-
-
-def test_a_cache_that_grows(runs):
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"cache": 8}], ids=["dynamic", "8 bits"])
+def test_a_cache_that_grows(options, beams, runs):
     """Memory is allocated three times: at first, at 64 and at 130 positions."""
-    model = apply(decoder(LLAMA, max_position_embeddings=512), decode=False)
+    model = decoder(LLAMA, max_position_embeddings=512, hidden_size=64, num_attention_heads=8)
+    model = apply(model, **options, decode=False)
     prompt = tokens(1, 5)
-    theirs = generated(model, prompt, 140)
-    assert_same(generated(apply(model), prompt, 140), theirs)
+    theirs = generated(model, prompt, 140, num_beams=beams)
+    assert_same(generated(apply(model, **options), prompt, 140, num_beams=beams), theirs)
     assert len(runs) == 139 - STEPS
 
 

@@ -120,8 +120,10 @@ def test_a_sum_and_its_norm_are_one_operator(norm):
 
     a, b, weight = numbers(3, 64).bfloat16(), numbers(1, 64).bfloat16(), numbers(64).bfloat16()
     assert len(check(function, a, a * 2, weight)) == 2
-    # An addition that broadcasts, and one that another operator follows, stay.
+    # An addition that broadcasts, one whose result has other strides, and one of a number stay.
     assert len(check(function, a, b, weight)) == 3
+    permuted = numbers(4, 3, 64).bfloat16().transpose(0, 1)
+    assert len(check(function, permuted, permuted * 2, weight)) == 3
     check(lambda _, a, weight: [getattr(torch.ops.foo, norm)(a + 1, weight)], a, weight)
 
 

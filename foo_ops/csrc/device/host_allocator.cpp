@@ -119,7 +119,7 @@ void free_raw(void* data) {
   }
 }
 
-// Returns nothing for sizes that torch's allocator serves as well.
+// Returns nothing for sizes between small and large ones, which torch's allocator serves.
 c10::DataPtr memory_of_result(size_t bytes) {
   if (bytes > 0 && bytes <= kSmallResult) return allocate_small_result(bytes);
   return bytes >= kLargeResult ? allocate_result(bytes) : c10::DataPtr();

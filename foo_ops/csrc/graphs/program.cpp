@@ -50,7 +50,7 @@ at::Tensor view_of(const View& view, int64_t position, const std::vector<at::Ten
 }
 
 Shortcut shortcut_of(const OperatorCall& call) {
-  if (call.results.size() != 1) return Shortcut::kNone;
+  if (call.results.size() != 1 || call.arguments.empty()) return Shortcut::kNone;
   const auto is_register = [](const auto& place) {
     return std::holds_alternative<Register>(place);
   };
@@ -65,7 +65,7 @@ Shortcut shortcut_of(const OperatorCall& call) {
   return fills ? Shortcut::kFill : Shortcut::kNone;
 }
 
-bool is_plain(const at::Tensor& tensor) {
+bool is_dense_on_cpu(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_cpu() &&
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
@@ -74,27 +74,28 @@ bool is_plain(const at::Tensor& tensor) {
 at::Tensor slice_of(const at::Tensor& base, const c10::IValue& dim, const c10::IValue& start,
                     const c10::IValue& stop, const c10::IValue& step) {
   const bool is_known = dim.isInt() && start.isInt() && stop.isInt() && step.isInt();
-  if (!is_known || !is_plain(base)) return {};
-  const int64_t first = start.toInt(), place = dim.toInt();
-  if (step.toInt() != 1 || place < 0 || place >= base.dim()) return {};
-  const int64_t last = std::min(stop.toInt(), base.size(place));
+  if (!is_known || !is_dense_on_cpu(base)) return {};
+  const int64_t first = start.toInt(), along = dim.toInt();
+  if (step.toInt() != 1 || along < 0 || along >= base.dim()) return {};
+  const int64_t last = std::min(stop.toInt(), base.size(along));
   if (first < 0 || last < first) return {};
   c10::DimVector sizes(base.sizes());
-  sizes[place] = last - first;
+  sizes[along] = last - first;
   at::Tensor result = view_of_memory(base);
   result.unsafeGetTensorImpl()->set_sizes_and_strides(
-      sizes, base.strides(), base.storage_offset() + first * base.stride(place));
+      sizes, base.strides(), base.storage_offset() + first * base.stride(along));
   return result;
 }
 
 bool fill(const at::Tensor& target, const c10::IValue& value) {
-  const bool is_one = is_plain(target) && target.scalar_type() == at::kLong && target.numel() == 1;
+  const bool is_one =
+      is_dense_on_cpu(target) && target.scalar_type() == at::kLong && target.numel() == 1;
   if (!is_one || !value.isInt()) return false;
   *target.mutable_data_ptr<int64_t>() = value.toInt();
   return true;
 }
 
-// Returns whether that was possible.
+// Runs a call without the dispatcher, or returns false where that is impossible.
 bool run_shortcut(const OperatorCall& call, int64_t position, std::vector<at::Tensor>& registers) {
   if (call.shortcut == Shortcut::kNone) return false;
   const at::Tensor& self = registers[std::get<Register>(call.arguments[0].value).index];

@@ -163,15 +163,17 @@ void free_result(void* memory) {
   result_memory().give_back(memory);
 }
 
-// Blocks of small results: powers of two, cut from slabs of one size each. Freed blocks are a list,
-// linked through their own memory. Blocks may be freed by other threads than those that use them:
-// of long lists a part goes to all threads.
-constexpr size_t kSlab = size_t{64} << 10, kSlabs = 1024;
+// Blocks of small results: powers of two, cut from slabs. Freed blocks are a list, linked through
+// their own memory. Blocks may be freed by other threads than those that use them: of long lists a
+// part goes to all threads.
+constexpr size_t kSlab = size_t{64} << 10;
 constexpr int kLeastExponent = 6;
 constexpr size_t kSizes = 10;
 static_assert(kSmallResult == size_t{1} << (kLeastExponent + kSizes - 1));
-// Most blocks of a size that a thread keeps, beside those of a slab that it has just cut.
-constexpr size_t kMostOfThread = 1024;
+// Slabs of each size, so that one leaves room to the others: 6.5 MB.
+constexpr size_t kSlabsOfSize = 104, kSlabs = kSizes * kSlabsOfSize;
+// Most bytes of a size that a thread keeps.
+constexpr size_t kKeptBytes = 4 * kSlab;
 
 struct FreeBlock {
   FreeBlock* next;
@@ -234,15 +236,17 @@ class SmallBlocks {
   }
 
   void give_back(void* memory) {
-    const size_t size = size_of_slab_[(static_cast<char*>(memory) - begin_) / kSlab];
+    const size_t size = (static_cast<char*>(memory) - begin_) / (kSlabsOfSize * kSlab);
     if (has_ended) {
       const std::lock_guard lock(mutex_);
       shared_[size].push(memory);
       return;
     }
     FreeBlocks& blocks = blocks_of_thread[size];
+    if (blocks.first == nullptr) end_with_thread();
     blocks.push(memory);
-    if (blocks.count > kMostOfThread) share(blocks, size, kMostOfThread / 2);
+    const size_t most = kKeptBytes / block_bytes(size);
+    if (blocks.count > most) share(blocks, size, most / 2);
   }
 
   void end_thread() {
@@ -256,16 +260,15 @@ class SmallBlocks {
     if (begin_ == nullptr || has_ended) return;
     end_with_thread();
     const std::lock_guard lock(mutex_);
-    const size_t count = std::min(kMostOfThread / 2, kSlab / block_bytes(size));
+    const size_t count = kSlab / block_bytes(size);
     while (blocks.count < count && shared_[size].first != nullptr) {
       blocks.push(shared_[size].pop());
     }
-    if (blocks.first == nullptr && used_slabs_ < kSlabs) cut_slab(blocks, size);
+    if (blocks.first == nullptr && used_slabs_[size] < kSlabsOfSize) cut_slab(blocks, size);
   }
 
   void cut_slab(FreeBlocks& blocks, size_t size) {
-    char* const slab = begin_ + used_slabs_ * kSlab;
-    size_of_slab_[used_slabs_++] = static_cast<uint8_t>(size);
+    char* const slab = begin_ + (size * kSlabsOfSize + used_slabs_[size]++) * kSlab;
     for (size_t place = 0; place < kSlab; place += block_bytes(size)) blocks.push(slab + place);
   }
 
@@ -277,14 +280,16 @@ class SmallBlocks {
   char* begin_ = nullptr;
   ForkMutex mutex_;
   Sizes shared_{};
-  std::array<uint8_t, kSlabs> size_of_slab_{};
-  size_t used_slabs_ = 0;
+  std::array<size_t, kSizes> used_slabs_{};
 };
 
 SmallBlocks& small_blocks() {
   static auto* blocks = new SmallBlocks();
   return *blocks;
 }
+
+// Made when the library is loaded: freeing memory must not make a mutex.
+const SmallBlocks& made_with_library = small_blocks();
 
 void end_with_thread() {
   struct End {

@@ -75,7 +75,7 @@ c10::DataPtr allocate_result(size_t bytes);
 // Most bytes of a small result.
 inline constexpr size_t kSmallResult = size_t{32} << 10;
 
-// Returns memory for a small result, or nothing if all of this kind is in use.
+// Returns memory for a small result, or nothing if all that there is for its size is in use.
 c10::DataPtr allocate_small_result(size_t bytes);
 
 // Gives the memory of a small result back, or returns false if it is not one's.

@@ -359,6 +359,11 @@ class Int8Layer(GrowingLayer):
         super().lazy_initialization(key_states, value_states)
         self.scales = GrowingLayer()
 
+    def make_room(self, count: int) -> None:
+        super().make_room(count)
+        if self.get_seq_length():
+            self.scales.make_room(count)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {**state, "scales": copy(self.scales)} if self.is_initialized else state

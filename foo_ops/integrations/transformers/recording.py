@@ -61,7 +61,7 @@ class Call:
         results: for each result a name, a list of names, None if the tensor is known by another
             name, or the value itself.
         views: the layouts of results that are views of computed tensors, or None.
-        is_sum: whether it adds two tensors of one shape and dtype.
+        is_sum: whether it adds two contiguous tensors of one shape and dtype.
     """
 
     operator: OpOverload
@@ -159,11 +159,9 @@ class Recording(TorchDispatchMode):
             return operator(*arguments, **keywords)
         named = {name: self.named(it) for name, it in keywords.items()}
         call = Call(operator, tuple(map(self.named, arguments)), named)
-        call.is_sum = (
-            operator is torch.ops.aten.add.Tensor and not keywords and are_alike(arguments)
-        )
         given = list(tensors_in((arguments, keywords)))
         made = operator(*arguments, **keywords)
+        call.is_sum = is_sum(operator, arguments, keywords, made)
         results = made if isinstance(made, tuple) else () if made is None else (made,)
         number = len(self.calls)
         call.results = tuple(self.result(it, number, place) for place, it in enumerate(results))
@@ -204,10 +202,13 @@ def address_of(tensor: Tensor) -> int:
     return address
 
 
-def are_alike(tensors: Sequence[Any]) -> bool:
-    one, other = tensors
-    is_pair = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return is_pair and one.shape == other.shape and one.dtype == other.dtype
+def is_sum(operator: OpOverload, arguments: Any, keywords: Any, result: Any) -> bool:
+    if operator is not torch.ops.aten.add.Tensor or keywords:
+        return False
+    tensors = (*arguments, result)
+    are_alike = all(isinstance(it, Tensor) and it.shape == result.shape for it in tensors)
+    has_one_dtype = are_alike and len({it.dtype for it in tensors}) == 1
+    return has_one_dtype and all(it.is_contiguous() for it in tensors)
 
 
 def is_simple(tensor: Tensor) -> bool:
@@ -352,7 +353,7 @@ def merged_calls(recordings: Sequence[Recording], positions: Sequence[int]) -> l
     return calls
 
 
-def joined(calls: Sequence[Call]) -> list[Call]:
+def with_fused_norms(calls: Sequence[Call]) -> list[Call]:
     """Let one operator add a residual and normalise the sum, with the same bits as two."""
     norms = {
         torch.ops.foo.rms_norm.default: torch.ops.foo.add_rms_norm.default,
@@ -546,7 +547,7 @@ def make_program(
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    calls = joined(merged_calls(recordings, positions))
+    calls = with_fused_norms(merged_calls(recordings, positions))
     builder = Builder(calls, recordings[0].addresses)
     instructions = builder.instructions(outputs)
     returned = [builder.register(it) for it in outputs]
