@@ -20,7 +20,7 @@ from benchmarks.measure import OURS, Case, Contenders, Local
 
 SECTION, MEMORY = "loading", "memory of loading"
 FILE = "file"
-"""Reads the file into memory; its size."""
+"""The contender that reads the file into memory; for memory, the size of the file."""
 MEGABYTE = 1e6
 LOADING = """
 import json, sys

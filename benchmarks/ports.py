@@ -241,7 +241,7 @@ def tile_loops(loops: Sequence[Loop]) -> list[Loop]:
 def exponential_loops(loops: Sequence[Loop]) -> list[Loop]:
     """Return the loop that rounds most exponents at a time, the shortest of them.
 
-    Those are the loops of scores; others round the exponents of corrections.
+    Scores have this loop; others round the exponents of corrections.
     """
     rounding = [it for it in loops if it.count(_ROUNDING)]
     return [min(rounding, key=lambda it: (-it.count(_ROUNDING), len(it.instructions)))]
@@ -552,7 +552,8 @@ class MatrixCall:
         pipelined: the number of its first products that are computed beside the other work, except
             for a share of 1 / panels.
         panels: the panels of a tile.
-        measured: the fraction of the peak that was measured on one thread, of version 0.2.
+        measured: the fraction of the peak that version 0.2 reached on one of 16 cores of an Emerald
+            Rapids, with torch 2.11.
     """
 
     name: str

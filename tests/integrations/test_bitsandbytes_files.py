@@ -145,7 +145,7 @@ def test_saving(checkpoint, tmp_path):
     else:
         (text,) = (it for it in tensors if it.startswith(f"{name}.quant_state"))
         state, expected = (json.loads(bytes(it[text].tolist())) for it in (written, tensors))
-        for key in ("quant_type", "blocksize", "shape"):
+        for key in ("quant_type", "blocksize", "dtype", "shape"):
             assert state[key] == expected[key]
         assert torch.equal(written[f"{name}.quant_map"], tensors[f"{name}.quant_map"])
         if "nested_offset" not in expected:

@@ -280,6 +280,26 @@ def test_several_tokens_across_a_limit(runs):
     assert runs
 
 
+def test_a_graph_does_not_serve_shorter_caches(runs):
+    """The graph of the cache's last call asks for the positions itself."""
+    model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
+    counts = [5, *[1] * 6]
+    inputs = tokens(2, sum(counts) + 1)
+    caches = [DynamicCache(config=it.config) for it in (model, own)]
+    for it, cache in zip((model, own), caches):
+        decoded(it, inputs[:, :-1], cache, counts)
+    known, place = vars(model)[GRAPHS], len(runs)
+    assert place
+    binding = known.bindings[caches[0]]
+    position = inputs.shape[1] - 1
+    assert position in binding.positions
+    binding.positions = range(position + 1, binding.positions.stop)
+    binding.graph.positions = position + 1, binding.graph.positions[1]
+    last = [it(inputs[:, -1:], past_key_values=cache) for it, cache in zip((model, own), caches)]
+    assert len(runs) == place
+    assert torch.equal(*(it.logits for it in last))
+
+
 ASSISTED = {
     "prompt lookup": lambda: {"prompt_lookup_num_tokens": 4},
     "assistant": lambda: {"assistant_model": apply(decoder(LLAMA, num_hidden_layers=1))},

@@ -20,8 +20,16 @@ from support.quantized_files import (
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import foo_ops
-from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
+from foo_ops.integrations.transformers import (
+    apply,
+    left_alone,
+    replaced,
+    save_quantized,
+    torchao,
+)
+from foo_ops.integrations.transformers.formats import UnreadableError
 from foo_ops.integrations.transformers.packed import FooPackedLinear
+from foo_ops.integrations.transformers.torchao import TorchAo
 from foo_ops.ops.linear_fp8 import dequantize_fp8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,8 +46,8 @@ KINDS = {
 }
 
 
-def described(name="Int8WeightOnlyConfig", version=2):
-    kind = {"_type": name, "_version": version, "_data": {}}
+def described(name="Int8WeightOnlyConfig", version=2, **data):
+    kind = {"_type": name, "_version": version, "_data": data}
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
 
 
@@ -133,6 +141,19 @@ def renamed(make_layer, source, target):
     return make
 
 
+def with_short_zeros(rows, columns):
+    stored, weight = torchao_bytes(rows, columns, group_size=32, has_zeros=True)
+    return stored | {"_weight_zero_point": stored["_weight_zero_point"][:, :1].clone()}, weight
+
+
+def with_scale(change):
+    def make(rows, columns):
+        stored, weight = torchao_bytes(rows, columns)
+        return stored | {"_weight_scale": change(stored["_weight_scale"])}, weight
+
+    return make
+
+
 def in_words(rows, columns):
     stored, weight = torchao_pairs(rows, columns)
     return stored | {"_weight_qdata": stored["_weight_qdata"].view(torch.int32)}, weight
@@ -156,6 +177,22 @@ REFUSED = {
         partial(torchao_bytes, group_size=16),
         "groups must have a multiple of 32 weights, got 16 groups for 256 inputs",
     ),
+    "no scale": (
+        renamed(torchao_bytes, "_weight_scale", "_weight_other"),
+        "_weight_scale is missing",
+    ),
+    "one number as scale": (
+        with_scale(lambda scale: scale[0, 0].clone()),
+        "_weight_scale must have 2 dimensions, got float16 ()",
+    ),
+    "scales without groups": (
+        with_scale(lambda scale: scale[:, 0].contiguous()),
+        "_weight_scale must have 2 dimensions, got float16 (128,)",
+    ),
+    "short zeros": (
+        with_short_zeros,
+        "zero_point must have scale's shape (128, 8), got (128, 1)",
+    ),
     "zeros": (
         partial(torchao_bytes, group_size=32, has_zeros=True),
         "zero_point must be 0 with 8 bits",
@@ -171,6 +208,60 @@ def test_refused(what, tmp_path):
     message = f"torchao: foo_ops cannot read the weights of model.layers.0.{layer}: {reason}"
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("columns", [20, 48])
+def test_pairs_of_a_row_that_kernels_do_not_have(columns):
+    """It is refused before anything is loaded."""
+    stored, _ = torchao_pairs(16, columns, group_size=columns)
+    message = f"groups must have a multiple of 32 weights, got 1 groups for {columns} inputs"
+    with pytest.raises(UnreadableError, match=f"^{re.escape(message)}$"):
+        TorchAo.find(stored, 16, columns, None)
+
+
+def test_zeros_of_a_row_that_kernels_do_not_have():
+    stored, _ = torchao_bytes(16, 48, bits=4, has_zeros=True)
+    format = TorchAo.find(stored, 16, 48, None)
+    message = "zero_point must be 0 in groups that are no multiple of 32 weights, got groups of 48"
+    with pytest.raises(UnreadableError, match=f"^{re.escape(message)}$"):
+        format.read(stored, torch.float32)
+
+
+def test_a_row_of_8_bits_may_have_any_size():
+    stored, weight = torchao_bytes(16, 20, bits=4)
+    integers = TorchAo.find(stored, 16, 20, None).read(stored, torch.float32)
+    numbers = foo_ops.dequantize_weight(integers.weight, integers.scale.double())
+    assert torch.equal(numbers, weight)
+
+
+def packing(name):
+    return {"_type": "Int4PackingFormat", "_data": name}
+
+
+OURS = [
+    described("Int8WeightOnlyConfig"),
+    described("Int4WeightOnlyConfig", int4_packing_format=packing("PLAIN")),
+    described("Int4WeightOnlyConfig", int4_packing_format="plain"),
+    described("IntxWeightOnlyConfig", intx_packing_format=packing("UNPACKED_TO_INT8")),
+    described("Float8DynamicActivationFloat8WeightConfig", packing_format=packing("PLAIN")),
+]
+THEIRS = [
+    described("Int8WeightOnlyConfig", version=1),
+    described("Int4WeightOnlyConfig", int4_packing_format=packing("PLAIN_INT32")),
+    described("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"),
+    described("NVFP4DynamicActivationNVFP4WeightConfig"),
+    described("AWQConfig", base_config=described("Int8WeightOnlyConfig")),
+    {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
+    {"quant_method": "torchao", "quant_type": "int4_weight_only", "group_size": 64},
+    {"quant_method": "torchao"},
+]
+
+
+@pytest.mark.parametrize("settings", [*OURS, *THEIRS])
+@pytest.mark.parametrize("has_torchao", [False, True])
+def test_kinds_that_are_refused_are_left_to_torchao(has_torchao, settings, monkeypatch):
+    monkeypatch.setattr(torchao, "is_torchao_available", lambda: has_torchao)
+    assert torchao.StoredTorchAo.is_for(settings) == (not has_torchao or settings in OURS)
 
 
 def test_pickles_are_refused(tmp_path):

@@ -1,6 +1,6 @@
 """foo::moe_experts, its kind of weights, and foo::grouped_linear: errors, and what is not read.
 
-What holds for every operator is in test_matrix.py.
+test_matrix.py has what holds for every operator.
 """
 
 import math

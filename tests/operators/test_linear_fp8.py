@@ -1,6 +1,6 @@
 """foo::linear_fp8: its codes, its errors, and weights as checkpoints have them.
 
-What holds for every operator is in test_matrix.py.
+test_matrix.py has what holds for every operator.
 """
 
 import re

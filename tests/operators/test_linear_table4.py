@@ -1,7 +1,7 @@
 """foo::linear_table4: its codes, its table, its errors.
 
-What holds for every operator is in test_matrix.py, and for several formats in
-test_quantized_linear.py.
+test_matrix.py has what holds for every operator, and test_quantized_linear.py what holds for
+several formats.
 """
 
 import re
@@ -47,6 +47,32 @@ def test_a_number_of_the_table_may_be_infinite():
         input = torch.ones(rows, 64)
         output = foo_ops.linear_table4(input, weight, torch.ones(3, 2), table)
         assert output.tolist() == [[-64, torch.inf, -64]] * rows
+
+
+@pytest.mark.parametrize("first", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("rows", [1, 4, 9, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_only_codes_0_meet_the_first_number(device, dtype, rows, first):
+    """Padding has the code 0, which must not reach a result where that number is not finite."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(1, 16, (19, 96), generator=random)
+    codes[3, 7] = codes[18, 95] = 0
+    weight = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    table, scale = torch.tensor((first, *NF4[1:]), dtype=wide), torch.ones(19, 3, dtype=wide)
+    input = (torch.rand(rows, 96, generator=random) + 0.5).to(dtype)
+    output = foo_ops.linear_table4(*(it.to(device) for it in (input, weight, scale, table))).cpu()
+    expected = input.double() @ table.double()[codes].t()
+    finite = expected.isfinite()
+    assert finite.sum() == rows * 17
+    assert torch.equal(finite, output.isfinite())
+    assert torch.equal(expected[~finite].to(dtype).isnan(), output[~finite].isnan())
+    if not torch.tensor(first).isnan():
+        assert torch.equal(expected[~finite].to(dtype), output[~finite])
+    # Weights may be rounded to bfloat16.
+    room = 2 * torch.finfo(dtype).eps * (input.double() @ table.double()[codes].abs().t())
+    assert bool(((output.double() - expected).abs() <= room)[finite].all())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9])

@@ -150,7 +150,7 @@ BLOCKS = {
     "Q5_K": (q5_k, 256),
     "Q6_K": (q6_k, 256),
 }
-"""What makes a block, and how many weights it has."""
+"""The function that makes a block, and how many weights a block has."""
 
 
 MOST = 4096

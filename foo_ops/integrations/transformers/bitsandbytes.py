@@ -62,7 +62,7 @@ class BitsAndBytes(Format):
         kind: of the table, with 4 bits.
         block: weights of a block, with 4 bits.
         storage: the dtype of the codes' tensor.
-        compute: the dtype that the file's configuration computes in.
+        dtype: of the weights before they were quantised, as the file's text names it.
         is_rounded: whether 4 bits become the nearest of 8, for experts.
     """
 
@@ -71,7 +71,7 @@ class BitsAndBytes(Format):
     kind: str = ""
     block: int = 0
     storage: torch.dtype = torch.uint8
-    compute: torch.dtype = torch.float32
+    dtype: str = ""
     is_rounded: bool = False
 
     @classmethod
@@ -104,7 +104,14 @@ class BitsAndBytes(Format):
             columns % size == 0,
             f"blocks must be parts of rows, got blocks of {size} for {columns} inputs",
         )
-        return cls(4, kinds[0], size, weight.dtype, config.bnb_4bit_compute_dtype)
+        return cls(4, kinds[0], size, weight.dtype)
+
+    def completed(self, stored: Stored) -> Format:
+        return self if self.bits == 8 else replace(self, dtype=self.state_in(stored)["dtype"])
+
+    def state_in(self, stored: Stored) -> Any:
+        """Return the text of a file with 4 bits."""
+        return json.loads(bytes(stored[f"weight_quant_state_{self.kind}"].tolist()))
 
     def for_experts(self) -> Format:
         return replace(self, is_rounded=self.bits == 4)
@@ -114,7 +121,7 @@ class BitsAndBytes(Format):
             layout = stored.get("weight_format")
             require(layout is None or not layout.any(), "weight_format must be row")
             return Integers(stored["weight"], (stored["SCB"].double() / 127).to(dtype))
-        state = json.loads(bytes(stored[f"weight_quant_state_{self.kind}"].tolist()))
+        state = self.state_in(stored)
         rows, columns = state["shape"]
         require(
             rows * columns == 2 * stored["weight"].nbytes,
@@ -141,7 +148,7 @@ class BitsAndBytes(Format):
         state = {
             "quant_type": self.kind,
             "blocksize": self.block,
-            "dtype": str(self.compute).removeprefix("torch."),
+            "dtype": self.dtype,
             "shape": [layer.out_features, layer.in_features],
         }
         size: Any = layer.group_size
@@ -158,9 +165,9 @@ class BitsAndBytes(Format):
 def swapped(codes: Tensor) -> Tensor:
     """Exchange the upper and the lower bits of bytes."""
 
-    def repack(rows: slice, bytes: Tensor) -> None:
-        torch.bitwise_left_shift(codes[rows], 4, out=bytes)
-        bytes |= codes[rows] >> 4
+    def repack(rows: slice, written: Tensor) -> None:
+        torch.bitwise_left_shift(codes[rows], 4, out=written)
+        written |= codes[rows] >> 4
 
     rows, width = codes.shape
     found: Tensor = in_blocks(rows, width, repack, codes)

@@ -170,7 +170,7 @@ class StoredLinear(nn.Module):
         """Return the layer, and release the memory of the loaded tensors."""
         stored: Any = dict(self._buffers)
         integers = self.format.read(stored, self.dtype)
-        layer = FooPackedLinear(integers, self.bias, self.format)
+        layer = FooPackedLinear(integers, self.bias, self.format.completed(stored))
         self._buffers.clear()
         kept = set(map(start_of, layer.buffers()))
         for tensor in stored.values():

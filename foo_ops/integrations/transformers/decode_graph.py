@@ -221,7 +221,7 @@ def is_owner(kind: type) -> bool:
 
 
 class Step(NamedTuple):
-    """A recorded call for one token.
+    """A recorded call for up to 16 tokens (`MOST_TOKENS`).
 
     Attributes:
         position: the length of the cache before it.
@@ -293,13 +293,15 @@ class Binding:
     """A graph with the objects and the tensors of one cache.
 
     Attributes:
+        positions: the lengths of the cache at which the graph serves it.
         snapshot: the values of the cache's objects after the last call.
         inputs: the cache's tensors that the program reads.
     """
 
     def __init__(self, graph: Graph, state: State) -> None:
         self.graph = graph
-        self.limit = min(state.limit - graph.count + 1, graph.positions[1])
+        first, end = graph.positions
+        self.positions = range(first, min(state.limit - graph.count + 1, end))
         self.snapshot = Snapshot(state.owners, [])
         self.inputs = [state.tensors[it] for it in graph.inputs]
         self.tensors = []
@@ -491,7 +493,7 @@ def described(arguments: dict[str, Any], cache: Any) -> Description:
 
 
 class FooDecoder(Replacement):
-    """Replaces models that generate: calls for one further token run as a program."""
+    """Replaces models that generate: calls for up to 16 further tokens run as a program."""
 
     training: bool
     parameter_names: ClassVar[list[str]]
@@ -609,7 +611,8 @@ def run(
 ) -> tuple[ModelOutput | None, int]:
     """Return the output of a graph that fits the call, or None, and how many graphs have missed.
 
-    A miss is a graph that fits but for a number that Python has read from a tensor.
+    A miss is a graph that fits but for a number that Python has read from a tensor, or for memory
+    of the cache that is full.
     """
     misses = 0
     for graph in known.graphs.get(key, ()):
@@ -637,7 +640,7 @@ def fits(graph: Graph, given: Description, state: State, position: int) -> bool:
 
 def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
     graph = binding.graph
-    if position >= binding.limit or not graph.program.is_valid():
+    if position not in binding.positions or not graph.program.is_valid():
         return None
     given = [tensors[it] for it in graph.tensors]
     outputs = graph.program.run(position, [*given, *binding.inputs])

@@ -115,6 +115,10 @@ class Format:
         """
         raise NotImplementedError
 
+    def completed(self, stored: Stored) -> Format:
+        """Return the format with what only the loaded numbers of a layer's tensors say."""
+        return self
+
     def for_experts(self) -> Format:
         """Return the format as a layer of experts is read, whose kernels know fewer layouts."""
         return self
@@ -317,7 +321,7 @@ class CompressedTensors(Format):
     def of(cls, layer: FooPackedLinear) -> CompressedTensors:
         """Return the format that a layer was read from, or else one that writes it exactly.
 
-        Layers with a table have none.
+        It ignores tables: `save_quantized` refuses layers that have one.
         """
         if isinstance(layer.stored_format, cls):
             return layer.stored_format

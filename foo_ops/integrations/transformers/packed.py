@@ -40,9 +40,10 @@ class Integers(NamedTuple):
     order: Tensor | None = None
     table: Tensor | None = None
 
-    @property
-    def bits(self) -> int:
-        return 8 if self.zero is None and self.table is None else 4
+
+def bits_of(zero: Tensor | None, table: Tensor | None = None) -> int:
+    """Return the bits of a weight, by the tensors of `Integers` that only 4 bits have."""
+    return 8 if zero is None and table is None else 4
 
 
 class FooPackedLinear(nn.Linear):
@@ -85,13 +86,13 @@ class FooPackedLinear(nn.Linear):
     def hold(self, integers: Integers, stored_format: Any = None) -> None:
         for name, tensor in integers._asdict().items():
             self.register_buffer(name, tensor)
-        per_byte = 8 // integers.bits
+        per_byte = 8 // self.bits
         self.out_features, self.in_features = len(integers.weight), per_byte * self.weight.shape[1]
         self.stored_format = stored_format
 
     @property
     def bits(self) -> int:
-        return 8 if self.zero is None and self.table is None else 4
+        return bits_of(self.zero, self.table)
 
     @property
     def is_float(self) -> bool:
@@ -182,7 +183,7 @@ class FooPackedEmbedding(nn.Embedding):
         self.padding_idx = padding_idx
         for name in ("weight", "scale", "zero"):
             self.register_buffer(name, getattr(integers, name))
-        per_byte = 8 // integers.bits
+        per_byte = 8 // bits_of(self.zero)
         self.num_embeddings = len(integers.weight)
         self.embedding_dim = per_byte * self.weight.shape[1]
 
@@ -196,5 +197,4 @@ class FooPackedEmbedding(nn.Embedding):
         """Leave the weights as they are: there are no other ones to start from."""
 
     def extra_repr(self) -> str:
-        bits = 8 if self.zero is None else 4
-        return f"{self.num_embeddings}, {self.embedding_dim}, {bits} bits"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {bits_of(self.zero)} bits"

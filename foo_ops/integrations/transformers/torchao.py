@@ -31,6 +31,17 @@ from foo_ops.ops.arguments import compute_type
 SIGNS = 0x88
 """Added to two signed integers of 4 bits in a byte, without a carry, it makes them unsigned."""
 PAIRS, BYTES, FLOATS = "pairs", "bytes", "floats"
+READ = (
+    "Int4WeightOnlyConfig",
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
+"""torchao's configurations whose weights are read, if they are packed as one of `PACKINGS`."""
+PACKINGS = ("plain", "unpacked_to_int8")
 
 
 class StoredTorchAo(QuantizationConfigMixin):
@@ -42,18 +53,31 @@ class StoredTorchAo(QuantizationConfigMixin):
 
     @staticmethod
     def is_for(settings: dict[str, Any]) -> bool:
-        """Whether our layers may have the weights of a file.
-
-        Up to version 1 of a configuration, they are pickled.
-        """
-        kind = settings.get("quant_type", {}).get("default", {})
-        return not is_torchao_available() or kind.get("_version", 1) > 1
+        """Whether our layers may have the weights of a file: without torchao, nothing else can."""
+        kinds = settings.get("quant_type")
+        kind = kinds.get("default") if isinstance(kinds, dict) else None
+        return not is_torchao_available() or (isinstance(kind, dict) and is_read(kind))
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.settings)
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
+
+
+def is_read(kind: dict[str, Any]) -> bool:
+    """Whether our layers have the weights of a configuration of torchao.
+
+    Up to version 1 of a configuration, they are pickled.
+    """
+    settings = kind.get("_data", {})
+    packings = [it for name, it in settings.items() if name.endswith("packing_format")]
+    names = [it["_data"] if isinstance(it, dict) else it for it in packings]
+    return (
+        kind.get("_version", 1) > 1
+        and kind.get("_type") in READ
+        and all(str(it).lower() in PACKINGS for it in names)
+    )
 
 
 @dataclass(frozen=True)
@@ -96,12 +120,18 @@ class TorchAo(Format):
             "_weight_scale_and_zero" not in stored,
             "its int4_packing_format must be plain, got tile_packed_to_4d",
         )
+        require("_weight_scale" in stored, "_weight_scale is missing")
         data, scale = stored["_weight_qdata"], stored["_weight_scale"]
+        require(
+            scale.dim() == 2,
+            f"_weight_scale must have 2 dimensions, got {dtype_name(scale.dtype)} "
+            f"{tuple(scale.shape)}",
+        )
         if data.dtype in (torch.int8, torch.uint8) and data.shape == (rows, columns // 2):
             groups = len(scale)
             for name in ("_weight_scale", "_weight_zero_point"):
                 require_layout(stored, name, None, groups, rows)
-            return cls(PAIRS, cls.size_of_groups(groups, columns))
+            return cls(PAIRS, cls.size_of_groups(groups, columns, may_be_row=False))
         kinds = {torch.int8: BYTES, torch.float8_e4m3fn: FLOATS}
         require(
             data.dtype in kinds and data.shape == (rows, columns),
@@ -111,13 +141,19 @@ class TorchAo(Format):
         height = 1 if scale.dim() == 2 and len(scale) == 1 else rows
         require_layout(stored, "_weight_scale", None, height, scale.shape[-1])
         zero = stored.get("_weight_zero_point", scale)
-        require(zero.shape == scale.shape, f"zero_point must have scale's shape, got {zero.shape}")
-        return cls(kinds[data.dtype], cls.size_of_groups(scale.shape[-1], columns))
+        require(
+            zero.shape == scale.shape,
+            f"zero_point must have scale's shape {tuple(scale.shape)}, got {tuple(zero.shape)}",
+        )
+        size = cls.size_of_groups(scale.shape[-1], columns, may_be_row=True)
+        return cls(kinds[data.dtype], size)
 
     @staticmethod
-    def size_of_groups(groups: int, columns: int) -> int:
+    def size_of_groups(groups: int, columns: int, may_be_row: bool) -> int:
+        """Return the size of a file's groups: a multiple of 32, or perhaps that of any row."""
         size = columns // groups if groups and columns % groups == 0 else 0
-        is_known = size > 0 and (groups == 1 or group_size_of(size) is not None)
+        is_row = may_be_row and groups == 1
+        is_known = size > 0 and (is_row or group_size_of(size) is not None)
         require(
             is_known,
             f"groups must have a multiple of 32 weights, got {groups} groups for {columns} inputs",
@@ -136,23 +172,19 @@ class TorchAo(Format):
             return grouped_bytes(data.view(torch.uint8), wide, None)
         if zero is None or not zero.any():
             zero = None
-        if zero is None and not self.has_4_bits(data):
+        has_groups, is_narrow = group_size_of(self.group_size) is not None, has_4_bits(data)
+        if zero is None and not (has_groups and is_narrow):
             return grouped_bytes(data, scale.to(dtype).contiguous(), None)
+        require(is_narrow, "zero_point must be 0 with 8 bits")
         require(
-            self.has_4_bits(data) and group_size_of(self.group_size) is not None,
-            "zero_point must be 0 with 8 bits",
+            has_groups,
+            "zero_point must be 0 in groups that are no multiple of 32 weights, got groups of "
+            f"{self.group_size}",
         )
         shifted: Any = 8 if zero is None else zero.float() + 8
         zeros = torch.zeros_like(scale, dtype=torch.float32) + shifted
         words = words_of((data + 8).view(torch.uint8))
         return grouped(words, scale.to(dtype), zeros.to(dtype), None, self.group_size)
-
-    def has_4_bits(self, data: Tensor) -> bool:
-        """Whether integers fit 4 bits, in groups that our kernels have."""
-        if group_size_of(self.group_size) is None:
-            return False
-        least, most = data.aminmax()
-        return bool(least >= -8 and most <= 7)
 
     def of_pairs(self, words: Tensor, scale: Tensor, zero: Any, dtype: torch.dtype) -> Integers:
         require(bool(scale.all()), "scale must not have zeros")
@@ -161,3 +193,9 @@ class TorchAo(Format):
 
     def write(self, layer: FooPackedLinear) -> dict[str, Tensor]:
         raise UnreadableError("save_quantized writes it as compressed-tensors does")
+
+
+def has_4_bits(data: Tensor) -> bool:
+    """Whether all integers fit 4 bits."""
+    least, most = data.aminmax()
+    return bool(least >= -8 and most <= 7)

@@ -456,7 +456,7 @@ def deinterleave_numbers(typing_context, line, lanes):
 
 
 def _every_other(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
-    """Return, of the adjacent lanes of n vectors, those with each remainder of their index by n.
+    """Sort the lanes of n adjacent vectors by the remainder of their index by n.
 
     Lanes of an even index, and those of an odd one, are sorted by the next bit of the index.
     """
