@@ -207,10 +207,10 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
         scale, zero = torch.ones(2, columns, groups).to(getattr(torch, dtype))
         factors = torch.ones(max(sections, groups), padded)
         output = torch.empty(rows, columns, dtype=getattr(torch, dtype))
-        arguments = (number * 24)(
+        arguments = (number * 25)(
             rows, columns, depth, 0, left.data_ptr(), stride, 1, right.data_ptr(),
             *right.stride(), 0, 0, 0, 0, output.data_ptr(), columns, scale.data_ptr(), groups,
-            zero.data_ptr(), groups, size if has_groups else 0, padded, factors.data_ptr(),
+            zero.data_ptr(), groups, size if has_groups else 0, 0, padded, factors.data_ptr(),
             factors.data_ptr(),
         )
         # The output is not transposed, and one vector holds the rest of a line.

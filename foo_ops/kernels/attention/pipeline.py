@@ -157,8 +157,8 @@ def make_pipelined_forward(dtype: str) -> Callable:
     """Make the function that adds a tile of keys and values to all panels of a block.
 
     ``add_tile(parameters, piece, memory, keys, transposed_values, key_start, count, columns,
-    head_width, value_width, has_sums)`` computes what the loop over panels in
-    `foo_ops.kernels.attention.forward` does without options.
+    head_width, value_width, has_sums)`` computes what the loop over panels of
+    the forward kernel does without options.
     """
     LANES, as_matrix = lanes_of(compute_dtype(dtype)), pointer_to(product_dtype(dtype))
     (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
@@ -251,8 +251,8 @@ def make_pipelined_backward(dtype: str) -> Callable:
     """Make the function that adds a tile of keys to grad_query, and leaves its matrices.
 
     ``add_tile(parameters, piece, memory, keys, values, transposed_keys, key_start, count, columns,
-    key_width, value_width, has_sums)`` computes what the loop over panels in
-    `foo_ops.kernels.attention.backward` does without options, if `may_fuse`.
+    key_width, value_width, has_sums)`` computes what the loop over panels of the
+    backward kernel does without options, if `may_fuse`.
     """
     LANES, as_matrix = lanes_of(compute_dtype(dtype)), pointer_to(product_dtype(dtype))
     (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
