@@ -280,8 +280,8 @@ def test_several_tokens_across_a_limit(runs):
     assert runs
 
 
-def test_a_graph_does_not_serve_shorter_caches(runs):
-    """The graph of the cache's last call asks for the positions itself."""
+@pytest.mark.parametrize("serves", [True, False])
+def test_the_graph_of_the_last_call_does_not_serve_shorter_caches(serves, runs):
     model, own = apply(decoder(LLAMA)), apply(decoder(LLAMA), decode=False)
     counts = [5, *[1] * 6]
     inputs = tokens(2, sum(counts) + 1)
@@ -289,15 +289,15 @@ def test_a_graph_does_not_serve_shorter_caches(runs):
     for it, cache in zip((model, own), caches):
         decoded(it, inputs[:, :-1], cache, counts)
     known, place = vars(model)[GRAPHS], len(runs)
-    assert place
     binding = known.bindings[caches[0]]
-    position = inputs.shape[1] - 1
-    assert position in binding.positions
-    binding.positions = range(position + 1, binding.positions.stop)
-    binding.graph.positions = position + 1, binding.graph.positions[1]
-    last = [it(inputs[:, -1:], past_key_values=cache) for it, cache in zip((model, own), caches)]
-    assert len(runs) == place
-    assert torch.equal(*(it.logits for it in last))
+    first = inputs.shape[1] - (1 if serves else 0)
+    binding.graph.positions = first, binding.graph.positions[1]
+    binding.positions = range(first, binding.positions.stop)
+    last = [
+        decoded(it, inputs[:, -1:], *both) for it, *both in zip((model, own), caches, [[1]] * 2)
+    ]
+    assert len(runs) == place + serves
+    assert_same(*last)
 
 
 ASSISTED = {

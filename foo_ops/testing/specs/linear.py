@@ -444,8 +444,10 @@ def error_of_rounded(left: Tensor, right: Tensor, equation: str, dtype: torch.dt
 
     Errors are independent, each at most a rounding of its term: their sum exceeds 8 times the root
     of the sum of their squares with a probability below 3e-14 (Hoeffding 1963, theorem 2).
+    Subnormal numbers are rounded as the smallest normal one is.
     """
-    all_terms = torch.einsum(equation, left.abs(), right.abs())
+    right = right.abs().clamp(min=torch.finfo(dtype).smallest_normal)
+    all_terms = torch.einsum(equation, left.abs(), right)
     squares = torch.einsum(equation, left.square(), right.square())
     return roundoff(dtype) * torch.minimum(all_terms, 8 * squares.sqrt())
 
