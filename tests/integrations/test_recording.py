@@ -1,9 +1,12 @@
 """Programs that are made from recordings of a call at three positions."""
 
+from functools import partial
+
 import pytest
 import torch
 from foo_ops._C import Number, Program, Register, Snapshot
 
+import foo_ops
 from foo_ops.integrations.transformers.recording import (
     Line,
     NotRecordedError,
@@ -11,6 +14,7 @@ from foo_ops.integrations.transformers.recording import (
     make_program,
     merged,
 )
+from foo_ops.testing.checks.matrix import threads
 
 POSITIONS = (3, 4, 7)
 
@@ -125,6 +129,100 @@ def test_a_sum_and_its_norm_are_one_operator(norm):
     permuted = numbers(4, 3, 64).bfloat16().transpose(0, 1)
     assert len(check(function, permuted, permuted * 2, weight)) == 3
     check(lambda _, a, weight: [getattr(torch.ops.foo, norm)(a + 1, weight)], a, weight)
+
+
+WEIGHTS = {
+    "float32": lambda weight: partial(torch.ops.foo.linear, weight=weight),
+    "bfloat16": lambda weight: partial(torch.ops.foo.linear, weight=weight.bfloat16()),
+    "8 bits": lambda weight: with_integers(torch.ops.foo.linear_int8, weight, 8),
+    "8 bits, integers": lambda weight: with_integers(
+        torch.ops.foo.linear_int8, weight, 8, activations=8
+    ),
+    "4 bits": lambda weight: with_integers(torch.ops.foo.linear_int4, weight, 4, group_size=32),
+}
+
+
+def with_integers(operator, weight, bits, **options):
+    quantized = foo_ops.quantize_weight(weight, bits, *(32,) * (bits == 4))
+    return lambda input: operator(input, *quantized, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_products_of_one_input_run_together(kind, rows, count):
+    query, key, value, output = (WEIGHTS[kind](numbers(size, 64)) for size in (64, 32, 32, 64))
+
+    def function(position, a):
+        first = query(a).view(rows, 2, 32) * position
+        keys, values = key(a).view(rows, 1, 32), value(a)
+        # Reads a result of the others.
+        last = output(first.reshape(rows, 64))
+        return [first + keys, values, last]
+
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    with threads(count):
+        check(function, numbers(rows, 64).to(dtype))
+        # Copies of an input live as long as the products that wait.
+        strided = numbers(64, rows).to(dtype).t()
+        check(function, strided, others=lambda position: [strided])
+
+
+def test_products_beside_writes_stay_in_order():
+    weight, other = numbers(4, 4), numbers(4, 4)
+    memory = numbers(2, 4)
+
+    def function(position, a):
+        first = torch.ops.foo.linear(a, weight)
+        memory.add_(first).mul_(0.5)
+        # It writes between two products of its input.
+        a = torch.ops.foo.linear(memory, weight)
+        memory.add_(1)
+        return [a, torch.ops.foo.linear(memory, other)]
+
+    made = recorded(function, numbers(2, 4))
+    with torch.no_grad():
+        before = memory.clone()
+        expected = [it.clone() for it in function(9, numbers(2, 4))]
+        memory.copy_(before)
+        ours = run(made, 9, numbers(2, 4))
+    for one, of_function in zip(ours, expected):
+        assert torch.equal(one, of_function)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_of_results_of_products(count):
+    first, second = numbers(64, 64), numbers(64, 64)
+
+    def function(position, a):
+        b = torch.ops.foo.linear(a, first)
+        return [torch.ops.foo.linear(b, second), torch.ops.foo.linear(a, second)]
+
+    with threads(count):
+        check(function, numbers(1, 64))
+
+
+def test_an_error_in_products_that_wait():
+    weight, wrong = numbers(64, 64), numbers(64, 32)
+    program = Program(
+        5,
+        [0],
+        [3, 4],
+        [(1, weight), (2, wrong)],
+        [
+            ([], "foo::linear", "", ((Register(0), Register(1)), {}, (Register(3),))),
+            ([], "foo::linear", "", ((Register(0), Register(2)), {}, (Register(4),))),
+        ],
+    )
+    with threads(2):
+        with pytest.raises(ValueError, match="weight must have 64 columns as input has, got 32"):
+            program.run(0, [numbers(1, 64)])
+        # No product waits for ever.
+        input = numbers(1, 64)
+        expected = torch.nn.functional.linear(input.double(), weight.double())
+        torch.testing.assert_close(
+            torch.ops.foo.linear(input, weight).double(), expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_views_of_inputs_may_have_other_strides():

@@ -1,14 +1,18 @@
 #include "graphs/program.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "launch/memory.h"
+#include "ops/linear/batch.h"
 
 namespace foo::graphs {
 namespace {
@@ -107,6 +111,40 @@ bool run_shortcut(const OperatorCall& call, int64_t position, std::vector<at::Te
   return true;
 }
 
+// Operators that may wait in a batch: see ops/linear/batch.h.
+bool is_product(const Instruction& instruction) {
+  static const std::set<std::string> names = {
+      "foo::linear",     "foo::linear_activation", "foo::linear_int8",  "foo::linear_int4",
+      "foo::linear_fp8", "foo::linear_mxfp4",      "foo::linear_table4"};
+  const auto* const call = std::get_if<OperatorCall>(&instruction.action);
+  return call != nullptr && names.count(call->op.operator_name().name) > 0;
+}
+
+// Returns the registers that a product reads; none has lists of tensors.
+std::set<int64_t> read_by(const OperatorCall& product) {
+  std::set<int64_t> indices;
+  for (const Argument& each : product.arguments) {
+    if (const auto* source = std::get_if<Register>(&each.value)) indices.insert(source->index);
+  }
+  return indices;
+}
+
+// Returns how many products begin at `first` that do not read each other's results.
+int64_t products_from(const std::vector<Instruction>& instructions, size_t first) {
+  std::set<int64_t> written;
+  size_t next = first;
+  for (; next < instructions.size() && is_product(instructions[next]); ++next) {
+    const auto& call = std::get<OperatorCall>(instructions[next].action);
+    const std::set<int64_t> read = read_by(call);
+    const auto is_read = [&](int64_t index) { return read.count(index) > 0; };
+    if (std::any_of(written.begin(), written.end(), is_read)) break;
+    for (const Result& result : call.results) {
+      if (const auto* target = std::get_if<Register>(&result)) written.insert(target->index);
+    }
+  }
+  return std::max<int64_t>(1, next - first);
+}
+
 // Returns whether all guards hold.
 bool store(const std::vector<Result>& results, int64_t position, torch::jit::Stack& stack,
            std::vector<at::Tensor>& registers) {
@@ -170,6 +208,9 @@ Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vecto
   for (Instruction& each : instructions_) {
     if (auto* call = std::get_if<OperatorCall>(&each.action)) call->shortcut = shortcut_of(*call);
   }
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    instructions_[i].products = products_from(instructions_, i);
+  }
 }
 
 bool Program::is_valid() const {
@@ -191,25 +232,36 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
   for (const auto& [index, constant] : constants_) registers[index] = constant.tensor();
   for (size_t i = 0; i < inputs.size(); ++i) registers[inputs_[i]] = inputs[i];
   torch::jit::Stack stack;
-  for (const Instruction& instruction : instructions_) {
-    if (const auto* view = std::get_if<View>(&instruction.action)) {
-      if (!has_strides(registers[view->base.index], view->base_strides, position)) {
-        return std::nullopt;
-      }
-      registers[view->result.index] = view_of(*view, position, registers);
-    } else if (const auto& call = std::get<OperatorCall>(instruction.action);
-               !run_shortcut(call, position, registers)) {
-      stack.clear();
-      for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
-      call.op.callBoxed(stack);
-      if (!store(call.results, position, stack, registers)) return std::nullopt;
+  const bool is_parallel = at::get_num_threads() > 1;
+  for (size_t next = 0; next < instructions_.size();) {
+    const int64_t products = is_parallel ? instructions_[next].products : 1;
+    std::optional<ProductBatch> batch;
+    if (products > 1) batch.emplace();
+    for (const size_t end = next + products; next < end; ++next) {
+      if (!execute(instructions_[next], position, stack, registers)) return std::nullopt;
     }
-    for (const int64_t index : instruction.last_uses) registers[index].reset();
+    if (batch.has_value()) batch->run();
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
   for (const int64_t index : outputs_) outputs.push_back(registers[index]);
   return outputs;
+}
+
+bool Program::execute(const Instruction& instruction, int64_t position, torch::jit::Stack& stack,
+                      std::vector<at::Tensor>& registers) const {
+  if (const auto* view = std::get_if<View>(&instruction.action)) {
+    if (!has_strides(registers[view->base.index], view->base_strides, position)) return false;
+    registers[view->result.index] = view_of(*view, position, registers);
+  } else if (const auto& call = std::get<OperatorCall>(instruction.action);
+             !run_shortcut(call, position, registers)) {
+    stack.clear();
+    for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
+    call.op.callBoxed(stack);
+    if (!store(call.results, position, stack, registers)) return false;
+  }
+  for (const int64_t index : instruction.last_uses) registers[index].reset();
+  return true;
 }
 
 }  // namespace foo::graphs

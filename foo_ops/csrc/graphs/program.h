@@ -75,6 +75,9 @@ struct Instruction {
   std::variant<OperatorCall, View> action;
   // Registers that nothing reads afterwards.
   std::vector<int64_t> last_uses;
+  // How many matrix products that do not read each other's results begin here: they run in one
+  // parallel loop.
+  int64_t products = 1;
 };
 
 // A tensor that belongs to a program, with the memory that it had when it was recorded.
@@ -106,6 +109,10 @@ class Program {
   size_t size() const { return instructions_.size(); }
 
  private:
+  // Returns false if a guard has found another value, or a tensor has other strides.
+  bool execute(const Instruction& instruction, int64_t position, torch::jit::Stack& stack,
+               std::vector<at::Tensor>& registers) const;
+
   std::vector<int64_t> inputs_;
   std::vector<int64_t> outputs_;
   std::vector<std::pair<int64_t, Constant>> constants_;

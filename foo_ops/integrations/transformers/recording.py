@@ -376,6 +376,30 @@ def with_fused_norms(calls: Sequence[Call]) -> list[Call]:
     return result
 
 
+def with_adjacent_products(calls: Sequence[Call]) -> list[Call]:
+    """Move products to earlier ones of the same input: a program runs these in one loop."""
+    result: list[Call] = []
+    for call in calls:
+        result.insert(place_of_product(call, result) if is_product(call) else len(result), call)
+    return result
+
+
+def is_product(call: Call) -> bool:
+    return str(call.operator).startswith("foo.linear") and not call.writes
+
+
+def place_of_product(product: Call, before: list[Call]) -> int:
+    """Return the place behind a product of the same input, or the end."""
+    given = set(names_in((product.arguments, product.keywords)))
+    for place in reversed(range(len(before))):
+        call = before[place]
+        if is_product(call) and call.arguments[0] == product.arguments[0]:
+            return place + 1
+        if call.writes or not given.isdisjoint(names_in(call.results)):
+            break
+    return len(before)
+
+
 def check_written(recordings: Sequence[Recording]) -> None:
     """Require that constants which are written are the same tensors in all recordings."""
     first, *others = recordings
@@ -547,7 +571,7 @@ def make_program(
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    calls = with_fused_norms(merged_calls(recordings, positions))
+    calls = with_adjacent_products(with_fused_norms(merged_calls(recordings, positions)))
     builder = Builder(calls, recordings[0].addresses)
     instructions = builder.instructions(outputs)
     returned = [builder.register(it) for it in outputs]

@@ -8,6 +8,7 @@
 #include "launch/jobs.h"
 #include "launch/memory.h"
 #include "launch/symbols.h"
+#include "ops/linear/batch.h"
 
 namespace foo {
 
@@ -84,7 +85,8 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   const bool is_exact = weights.has_groups() || product.depth <= kMostSteps;
   if (product.rows <= most_rows_without_packing(weights) && is_exact) {
     auto* const kernel = few_rows_kernel(weights).get<QuantizedFunction>(dtype);
-    run_all<QuantizedProduct>({{quantized, kernel, cut_of_few_rows(product)}});
+    run_or_wait(ProductCall<QuantizedProduct>{quantized, kernel, cut_of_few_rows(product)}, output,
+                left.tensor(), weights.weight, weights.scale, weights.zero, bias);
     return output;
   }
   const int64_t sections = count_of(product.depth, kSection);
@@ -110,7 +112,7 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   product.left_row_stride = kSection;
   auto* const kernel = product_kernel(weights).get<IntegerFunction>(dtype);
   const Cut cut = cut_of_blocks(product, dtype, 1);
-  run_all<IntegerProduct>({{{quantized, rows, scales, sums}, kernel, cut}});
+  run_all(std::vector{ProductCall<IntegerProduct>{{quantized, rows, scales, sums}, kernel, cut}});
   return output;
 }
 

@@ -13,6 +13,7 @@
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/memory.h"
+#include "ops/linear/batch.h"
 #include "ops/linear/torch_product.h"
 
 namespace foo {
@@ -156,7 +157,7 @@ bool is_adjacent(const at::Tensor& tensor) {
 }
 
 void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut& cut) {
-  run_all<Product>({{product, kernel.get<ProductFunction>(dtype), cut}});
+  run_all(std::vector{ProductCall<Product>{product, kernel.get<ProductFunction>(dtype), cut}});
 }
 
 // Returns the product or its transpose, whichever costs less. With 97 rows of bfloat16 and weights
@@ -248,11 +249,19 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
   const auto dtype = output.scalar_type();
   Product product = make_product(output, left, right, bias);
   product.second = second;
-  Kernel& few_rows = few_rows_kernels()[finish];
+  const auto multiply_few_rows = [&](const Product& few) {
+    auto* const kernel = few_rows_kernels()[finish].get<ProductFunction>(dtype);
+    const ProductCall<Product> call{few, kernel, cut_of_few_rows(few)};
+    if (second == nullptr) {
+      run_or_wait(call, output, left.tensor(), right.tensor(), bias);
+    } else {
+      run_all(std::vector{call});
+    }
+  };
   if (has_few_rows(product, dtype)) {
-    run(product, dtype, few_rows, cut_of_few_rows(product));
+    multiply_few_rows(product);
   } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
-    run(transposed(product), dtype, few_rows, cut_of_few_rows(transposed(product)));
+    multiply_few_rows(transposed(product));
   } else if (is_quicker_by_torch(product, dtype, finish)) {
     const bool is_finished = finish != Finish::kNothing || product.has_bias;
     multiply_by_torch(output, product, is_finished ? &finish_kernels()[finish] : nullptr);

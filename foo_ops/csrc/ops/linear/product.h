@@ -95,6 +95,7 @@ class Matrix {
   int64_t row_stride() const { return row_stride_; }
   int64_t step_stride() const { return step_stride_; }
   at::ScalarType dtype() const { return tensor_.scalar_type(); }
+  const at::Tensor& tensor() const { return tensor_; }
   const void* data() const { return tensor_.const_data_ptr(); }
 
  private:
@@ -202,6 +203,10 @@ inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t p
   return Cut(product, rows, std::max(2 * kTile, sums / rows / kTile * kTile), least);
 }
 
+inline const Product& matrices_of(const Product& product) {
+  return product;
+}
+
 // A product, with its kernel and its blocks.
 template <class AnyProduct>
 struct ProductCall {
@@ -209,44 +214,44 @@ struct ProductCall {
   void (*kernel)(const AnyProduct* product, const ProductBlock* block, void* scratch,
                  int64_t* bytes);
   Cut cut;
+
+  const Product& matrices() const { return matrices_of(product); }
+  void operator()(const ProductBlock* block, void* scratch, int64_t* bytes) const {
+    kernel(&product, block, scratch, bytes);
+  }
 };
 
-inline const Product& matrices_of(const Product& product) {
-  return product;
-}
-
 // Runs independent products in one parallel loop over all their blocks.
-template <class AnyProduct>
-void run_all(const std::vector<ProductCall<AnyProduct>>& calls) {
+template <class Call>
+void run_all(const std::vector<Call>& calls) {
   std::vector<int64_t> first_jobs;
   int64_t jobs = 0, bytes = 0;
-  for (const auto& [product, kernel, cut] : calls) {
+  for (const Call& call : calls) {
     first_jobs.push_back(jobs);
-    jobs += cut.blocks(matrices_of(product));
-    const ProductBlock largest = cut.block(matrices_of(product), 0);
+    jobs += call.cut.blocks(call.matrices());
+    const ProductBlock largest = call.cut.block(call.matrices(), 0);
     int64_t bytes_of_call = 0;
-    kernel(&product, &largest, nullptr, &bytes_of_call);
+    call(&largest, nullptr, &bytes_of_call);
     bytes = std::max(bytes, bytes_of_call);
   }
-  const auto call_of_job = [&](int64_t job) {
+  const auto index_of = [&](int64_t job) {
     return std::upper_bound(first_jobs.begin(), first_jobs.end(), job) - first_jobs.begin() - 1;
   };
-  const auto block_of_job = [&](int64_t job) {
-    const auto index = call_of_job(job);
-    return calls[index].cut.block(matrices_of(calls[index].product), job - first_jobs[index]);
+  const auto block_of = [&](int64_t index, int64_t job) {
+    return calls[index].cut.block(calls[index].matrices(), job - first_jobs[index]);
   };
   const auto cost = [&](int64_t job) {
-    const Product& product = matrices_of(calls[call_of_job(job)].product);
-    return area_of(block_of_job(job)) * static_cast<double>(product.depth);
+    const auto index = index_of(job);
+    return area_of(block_of(index, job)) * static_cast<double>(calls[index].matrices().depth);
   };
   share_jobs(
       jobs,
       [&](int64_t thread, auto next) {
         const ScratchMemory scratch(scratch_pool(), thread, bytes);
         for (int64_t job = next(); job >= 0; job = next()) {
-          const auto& [product, kernel, cut] = calls[call_of_job(job)];
-          const ProductBlock block = block_of_job(job);
-          kernel(&product, &block, scratch.get(), nullptr);
+          const auto index = index_of(job);
+          const ProductBlock block = block_of(index, job);
+          calls[index](&block, scratch.get(), nullptr);
         }
       },
       cost);

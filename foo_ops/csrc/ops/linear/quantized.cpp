@@ -6,6 +6,7 @@
 #include "launch/kernel_table.h"
 #include "launch/registration.h"
 #include "launch/symbols.h"
+#include "ops/linear/batch.h"
 #include "ops/linear/integer.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/product.h"
@@ -96,8 +97,10 @@ at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& w
   if (output.numel() == 0) return output;
   const bool is_few = output.numel() <= kFewRows * weights.weight.size(0);
   const Matrix left(is_few ? with_adjacent_steps(input) : input), right(weights.weight);
-  run_all<QuantizedProduct>({quantized_call(make_product(output, left, right, bias), weights, 0,
-                                            output.scalar_type(), least_blocks())});
+  const auto call = quantized_call(make_product(output, left, right, bias), weights, 0,
+                                   output.scalar_type(), least_blocks());
+  run_or_wait(call, output, left.tensor(), weights.weight, weights.scale, weights.zero,
+              weights.table, bias);
   return output;
 }
 
