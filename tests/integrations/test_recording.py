@@ -190,16 +190,29 @@ def test_products_beside_writes_stay_in_order():
         assert torch.equal(one, of_function)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_products_of_results_of_products(count):
+def test_products_of_results_of_products():
+    # The first takes longer than another thread takes to begin.
+    first, second = numbers(4096, 256), numbers(8, 4096)
+    # Memory that is reused holds other numbers.
+    inputs = numbers(100, 1, 256)
+
+    def function(position, a):
+        return [torch.ops.foo.linear(torch.ops.foo.linear(a, first), second)]
+
+    with threads(2):
+        check(function, inputs[0], others=lambda it: [inputs[it]], positions=range(100))
+
+
+def test_products_with_computed_weights():
     first, second = numbers(64, 64), numbers(64, 64)
 
     def function(position, a):
         b = torch.ops.foo.linear(a, first)
-        return [torch.ops.foo.linear(b, second), torch.ops.foo.linear(a, second)]
+        # It is not there when the first product runs.
+        weight = second * position
+        return [b, torch.ops.foo.linear(a, weight)]
 
-    with threads(count):
-        check(function, numbers(1, 64))
+    check(function, numbers(1, 64))
 
 
 def test_an_error_in_products_that_wait():
