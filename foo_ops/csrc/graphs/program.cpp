@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "launch/batch.h"
 #include "launch/memory.h"
-#include "ops/linear/batch.h"
 
 namespace foo::graphs {
 namespace {
@@ -111,7 +111,7 @@ bool run_shortcut(const OperatorCall& call, int64_t position, std::vector<at::Te
   return true;
 }
 
-// Operators that may wait in a batch: see ops/linear/batch.h.
+// Operators whose loops may wait in a batch.
 bool is_product(const Instruction& instruction) {
   static const std::set<std::string> names = {
       "foo::linear",     "foo::linear_activation", "foo::linear_int8",  "foo::linear_int4",
@@ -235,7 +235,7 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
   const bool is_parallel = at::get_num_threads() > 1;
   for (size_t next = 0; next < instructions_.size();) {
     const int64_t products = is_parallel ? instructions_[next].products : 1;
-    std::optional<ProductBatch> batch;
+    std::optional<LoopBatch> batch;
     if (products > 1) batch.emplace();
     for (const size_t end = next + products; next < end; ++next) {
       if (!execute(instructions_[next], position, stack, registers)) return std::nullopt;

@@ -8,7 +8,6 @@
 #include "launch/jobs.h"
 #include "launch/memory.h"
 #include "launch/symbols.h"
-#include "ops/linear/batch.h"
 
 namespace foo {
 
@@ -112,7 +111,7 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   product.left_row_stride = kSection;
   auto* const kernel = product_kernel(weights).get<IntegerFunction>(dtype);
   const Cut cut = cut_of_blocks(product, dtype, 1);
-  run_all(std::vector{ProductCall<IntegerProduct>{{quantized, rows, scales, sums}, kernel, cut}});
+  run_all<IntegerProduct>({{{quantized, rows, scales, sums}, kernel, cut}});
   return output;
 }
 

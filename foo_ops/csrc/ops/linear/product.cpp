@@ -13,7 +13,6 @@
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/memory.h"
-#include "ops/linear/batch.h"
 #include "ops/linear/torch_product.h"
 
 namespace foo {
@@ -157,7 +156,7 @@ bool is_adjacent(const at::Tensor& tensor) {
 }
 
 void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut& cut) {
-  run_all(std::vector{ProductCall<Product>{product, kernel.get<ProductFunction>(dtype), cut}});
+  run_all<Product>({{product, kernel.get<ProductFunction>(dtype), cut}});
 }
 
 // Returns the product or its transpose, whichever costs less. With 97 rows of bfloat16 and weights
@@ -255,7 +254,7 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     if (second == nullptr) {
       run_or_wait(call, output, left.tensor(), right.tensor(), bias);
     } else {
-      run_all(std::vector{call});
+      run_all<Product>({call});
     }
   };
   if (has_few_rows(product, dtype)) {

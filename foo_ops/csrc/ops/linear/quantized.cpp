@@ -6,7 +6,6 @@
 #include "launch/kernel_table.h"
 #include "launch/registration.h"
 #include "launch/symbols.h"
-#include "ops/linear/batch.h"
 #include "ops/linear/integer.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/product.h"
