@@ -121,10 +121,35 @@ def emit_quad_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     return total
 
 
+def emit_unsigned_quad_fma(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value
+) -> ir.Value:
+    """Like `emit_quad_fma`, for a's bytes without a sign and b's with one."""
+    return emit_quad_fma(builder, b, a, total)
+
+
 def emit_unsigned_bytes(builder: ir.IRBuilder, signed: ir.Value) -> ir.Value:
     """Add BYTE_OFFSET to each byte of a vector; others than bytes are read as bytes."""
-    word = sum(BYTE_OFFSET << shift for shift in range(0, bits_of(signed.type), 8))
-    return builder.xor(signed, constant_of(signed.type, word))
+    return builder.xor(signed, constant_of(signed.type, _offsets(signed.type)))
+
+
+def _offsets(type_: ir.Type) -> int:
+    """Return an integer of BYTE_OFFSET in all bytes."""
+    return sum(BYTE_OFFSET << shift for shift in range(0, bits_of(type_), 8))
+
+
+@intrinsic
+def subtract_offsets(typing_context, totals, pointer, index):
+    """Subtract from each lane BYTE_OFFSET times the four bytes of a quad with a sign."""
+
+    def generate(context, builder, signature, args):
+        before, place, start = args
+        quads = emit_load_vector(builder, pointer.dtype, place, start, totals.lanes)
+        offsets = constant_of(before.type, _offsets(before.type))
+        products = emit_quad_fma(builder, quads, offsets, ir.Constant(before.type, None))
+        return builder.sub(before, products)
+
+    return totals(totals, pointer, types.intp), generate
 
 
 def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
@@ -373,13 +398,18 @@ def sum_of_lanes(typing_context, vector):
 
 @intrinsic
 def store_bytes(typing_context, pointer, index, vector, factor):
-    """Round numbers times a factor to integers, ties to even; store bytes and return int32."""
+    """Round numbers times a factor to integers, ties to even; store bytes and return int32.
+
+    Bytes without a sign are BYTE_OFFSET more.
+    """
     result = Vector(types.int32, vector.lanes)
 
     def generate(context, builder, signature, args):
         place, start, numbers, scalar = args
         integers = _round_products(builder, numbers, emit_splat(builder, scalar, vector.lanes))
         bytes_ = builder.trunc(integers, ir.VectorType(INT8, vector.lanes))
+        if pointer.dtype == "uint8":
+            bytes_ = emit_unsigned_bytes(builder, bytes_)
         address = builder.bitcast(builder.gep(place, [start]), bytes_.type.as_pointer())
         builder.store(bytes_, address, align=1)
         return integers
@@ -794,29 +824,26 @@ def unpack_bytes(typing_context, target, source, scale, lanes):
 
 
 @intrinsic(prefer_literal=True)
-def split_codes(typing_context, target, half, source, count, codes):
-    """Store the integers of ``count`` adjacent bytes as bytes without a sign.
+def split_codes(typing_context, target, half, source, zero, count, codes):
+    """Store the integers of ``count`` adjacent bytes, minus an integer zero, as bytes with a sign.
 
-    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on. With
-    BYTE, integers get BYTE_OFFSET added.
+    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on.
     """
 
-    def store(builder, pointer, bytes_):
-        builder.store(bytes_, builder.bitcast(pointer, bytes_.type.as_pointer()), align=1)
-
     def generate(context, builder, signature, args):
-        target_pointer, distance, source_pointer, *_ = args
+        target_pointer, distance, source_pointer, scalar, *_ = args
         bytes_ = _load_bytes(builder, source_pointer, count.literal_value)
-        if codes.literal_value == BYTE:
-            store(builder, target_pointer, emit_unsigned_bytes(builder, bytes_))
-            return context.get_dummy_value()
-        lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
-        upper = builder.lshr(bytes_, constant_of(bytes_.type, 4))
-        store(builder, target_pointer, lower)
-        store(builder, builder.gep(target_pointer, [distance]), upper)
+        zeros, parts = emit_splat(builder, scalar, bytes_.type.count), [bytes_]
+        if codes.literal_value == INT4:
+            lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
+            parts = [lower, builder.lshr(bytes_, constant_of(bytes_.type, 4))]
+        for number, part in enumerate(parts):
+            place = builder.gep(target_pointer, [builder.mul(distance, INT64(number))])
+            address = builder.bitcast(place, part.type.as_pointer())
+            builder.store(builder.sub(part, zeros), address, align=1)
         return context.get_dummy_value()
 
-    return types.void(target, types.intp, source, count, codes), generate
+    return types.void(target, types.intp, source, types.int8, count, codes), generate
 
 
 @intrinsic(prefer_literal=True)
