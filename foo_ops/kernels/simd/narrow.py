@@ -25,6 +25,7 @@ from foo_ops.kernels.simd.types import (
     INT16,
     INT32,
     INT64,
+    Tile,
     Vector,
     bits_of,
     call_intrinsic,
@@ -528,12 +529,12 @@ def _store_digits_of_vector(
 
 @intrinsic(prefer_literal=True)
 def tile_dot_codes(
-    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes, table
+    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes
 ):
     """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
 
-    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, BYTE for integers plus
-    BYTE_OFFSET, or TABLE4 for the float32 of ``table``, which is None otherwise.
+    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, or BYTE for integers
+    plus BYTE_OFFSET.
 
     The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
     adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
@@ -541,47 +542,130 @@ def tile_dot_codes(
     whole vector; but with INT4, the factors of others must be zeros. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
-    sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
-    is_whole = isinstance(count, types.NoneType)
 
-    def load_integers(builder, digits, pointer, given, numbers):
-        if is_whole:
-            both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
-        else:
-            both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
+    def split_integers(builder, digits, both):
         if codes.literal_value == BYTE:
             both = emit_unsigned_bytes(builder, both)
         integers = _split_integers(builder, digits, both)
         if codes.literal_value == FLOAT4:
             integers = [_emit_integers_of_float4(builder, digits, it) for it in integers]
-        elif codes.literal_value == TABLE4:
-            integers = [_emit_numbers_of_table(builder, FLOAT, numbers, it) for it in integers]
         return integers
 
-    def add_product(builder, total, product, pointer, position):
-        # A whole vector, so that the shuffle instruction can read it from memory.
-        factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
-        factor = emit_shuffle(builder, factor, factor, sharing)
-        if product.type != factor.type:
-            product = builder.sitofp(product, factor.type)
-        return emit_fma(builder, product, factor, total)
-
     def generate(context, builder, signature, args):
-        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_, numbers = args
+        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
         digits = digits_of(bits.literal_value, lanes, codes.literal_value)
-        lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
-        integers = [load_integers(builder, digits, line, given, numbers) for line in lines]
+        both = _load_lines(builder, b, b_pointer, b_step, (count, given), columns, lanes)
+        integers = [split_integers(builder, digits, it) for it in both]
         for row in range(rows):
             line = builder.gep(a_pointer, [builder.mul(a_step, INT64(row))])
             products = _dot_columns(builder, digits, a.dtype, line, integers)
             for position, product in enumerate(products, row * columns):
+                factor = _load_shared(builder, factors_pointer, position, lanes, groups)
                 total = builder.extract_value(result, position)
-                total = add_product(builder, total, product, factors_pointer, position)
+                total = emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes, table)
-    return tile(*arguments), generate
+    return tile(tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes), generate
+
+
+def _load_shared(
+    builder: ir.IRBuilder, factors: ir.Value, number: int, lanes: int, groups: types.Literal
+) -> ir.Value:
+    """Load a vector whose first factors are each shared by adjacent lanes."""
+    # A whole vector, so that the shuffle instruction can read it from memory.
+    factor = emit_load_vector(builder, "float32", factors, INT64(number * lanes), lanes)
+    sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
+    return emit_shuffle(builder, factor, factor, sharing)
+
+
+@intrinsic(prefer_literal=True)
+def tile_add_grouped(typing_context, tile, products, factors, groups):
+    """Add products times factors to a tile.
+
+    The adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
+    ones of the vector ``j``.
+    """
+
+    def generate(context, builder, signature, args):
+        result, products_tile, pointer, _ = args
+        for column in range(tile.columns):
+            factor = _load_shared(builder, pointer, column, tile.vector.lanes, groups)
+            for position in range(column, tile.rows * tile.columns, tile.columns):
+                product = builder.extract_value(products_tile, position)
+                total = builder.extract_value(result, position)
+                total = emit_fma(builder, product, factor, total)
+                result = builder.insert_value(result, total, position)
+        return result
+
+    return tile(tile, products, factors, groups), generate
+
+
+def _load_lines(
+    builder: ir.IRBuilder,
+    b: types.Type,
+    pointer: ir.Value,
+    stride: ir.Value,
+    count: tuple[types.Type, ir.Value],
+    columns: int,
+    lanes: int,
+) -> list[ir.Value]:
+    """Load a vector of bytes of each line, or the first ones if their count is not None."""
+    count_type, given = count
+    lines = [builder.gep(pointer, [builder.mul(stride, INT64(it))]) for it in range(columns)]
+    if isinstance(count_type, types.NoneType):
+        return [
+            emit_load_vector(builder, b.dtype, it, INT64(0), LANE_BYTES * lanes) for it in lines
+        ]
+    return [emit_load_first(builder, b.dtype, it, given, LANE_BYTES * lanes) for it in lines]
+
+
+@intrinsic(prefer_literal=True)
+def tile_load_codes(typing_context, pointer, stride, count, columns, lanes):
+    """Load a vector of codes of each of some rows of bytes, ``stride`` apart.
+
+    ``count`` is the number of bytes, or None for a whole vector.
+    """
+    tile = Tile(columns.literal_value, 1, Vector(types.int32, lanes.literal_value))
+
+    def generate(context, builder, signature, args):
+        result, words = ir.Constant(context.get_value_type(tile), ir.Undefined), tile.vector.lanes
+        lines = _load_lines(
+            builder, pointer, *args[:2], (count, args[2]), tile.rows, tile.vector.lanes
+        )
+        for number, line in enumerate(lines):
+            codes = builder.bitcast(line, ir.VectorType(INT32, words))
+            result = builder.insert_value(result, codes, number)
+        return result
+
+    return tile(pointer, types.intp, count, columns, lanes), generate
+
+
+@intrinsic
+def tile_dot_table(typing_context, tile, a, a_stride, codes, table):
+    """Add to tile[i, j] the products of a's i-th vector and the numbers of the j-th codes.
+
+    The numbers are looked up in ``table`` by the lowest 4 bits. Returns also the next codes.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, a_step, tile_of_codes, numbers = args
+        places = [builder.mul(a_step, INT64(row)) for row in range(rows)]
+        factors = [emit_load_vector(builder, a.dtype, a_pointer, it, lanes) for it in places]
+        for column in range(columns):
+            of_column = builder.extract_value(tile_of_codes, column)
+            number = _emit_numbers_of_table(builder, FLOAT, numbers, of_column)
+            for row, factor in enumerate(factors):
+                position = row * columns + column
+                total = builder.extract_value(result, position)
+                total = emit_fma(builder, factor, number, total)
+                result = builder.insert_value(result, total, position)
+            following = builder.lshr(of_column, constant_of(of_column.type, CODE_BITS[TABLE4]))
+            tile_of_codes = builder.insert_value(tile_of_codes, following, column)
+        return context.make_tuple(builder, signature.return_type, (result, tile_of_codes))
+
+    return types.Tuple((tile, codes))(tile, a, types.intp, codes, table), generate
 
 
 def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
@@ -597,8 +681,6 @@ def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> li
         constant_of(wide, 0x0F0F if digits.size == 1 else (1 << bits) - 1),
     )
     shifted = [builder.lshr(both, constant_of(wide, bits * part)) for part in range(digits.parts)]
-    if digits.size == LANE_BYTES:  # Tables ignore what is above a code.
-        return shifted
     return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
 
 
@@ -681,8 +763,8 @@ def _dot_columns(
 def _emit_dot(
     builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """Add the products of four bytes, of two digits of two, or of one number, to each lane."""
-    multiply_add = {1: emit_quad_fma, 2: emit_integer_pair_fma, 4: emit_fma}[digits.size]
+    """Add the products of four bytes, or of two digits of two, to each lane."""
+    multiply_add = emit_quad_fma if digits.size == 1 else emit_integer_pair_fma
     return multiply_add(builder, digit, integers, total)
 
 
