@@ -216,6 +216,17 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
         # The output is not transposed, and one vector holds the rest of a line.
         unused = ("square",) if columns % 16 else ("square", "rest")
         call_with_fences(kernel, function, arguments, (number * 4)(0, rows, 0, columns), unused)
+
+function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve("integer_rows", dtype))
+for depth, size in ((515, 0), (960, 32), (704, 64)):
+    source = torch.randn(5, depth).to(getattr(torch, dtype))
+    integers = torch.zeros(2, 32, 512, dtype=torch.uint8)
+    factors = torch.zeros(2, 30, 32)
+    arguments = (number * 10)(
+        5, depth, source.data_ptr(), depth, size, 512, 32, integers.data_ptr(),
+        factors[0].data_ptr(), factors[1].data_ptr(),
+    )
+    call_with_fences("integer_rows", function, arguments, (number * 4)(0, 5, 0, 0), ())
 """
 
 

@@ -176,39 +176,62 @@ def rows_argument_types(dtype: str) -> tuple[Any, ...]:
 
 def make_rows_kernel(dtype: str) -> Kernel:
     """Make the kernel that rounds rows to bytes, with their scales and the sums of each cut."""
-    largest, round_bytes = _make_largest(), _make_byte_rounder()
-    number = ELEMENTS[COMPUTE].compute
+    LANES, largest, round_bytes = lanes_of(COMPUTE), _make_largest(), _make_byte_rounder()
+    number, as_integers = ELEMENTS[COMPUTE].compute, pointer_to("int32")
 
     @njit
     def sizes_of_block(rows, block):
-        return (rows.depth,)
+        return (round_up(rows.section // SMALLEST_CUT, LANES),)
 
-    def describe(depth: Any) -> dict[str, Any]:
-        return {}
+    def describe(cuts: Any) -> dict[str, Any]:
+        return {"magnitudes": cuts, "scales": cuts, "inverses": cuts}
 
     @njit
-    def round_section(rows, line, row, start, largest_of_row):
+    def find_scales(memory, line, count, size):
+        """Find the scales of adjacent cuts, and their inverses.
+
+        All at once, since a scale takes long and processors do not look so far ahead: with groups
+        of 64, a Zen 4 rounds rows in 0.5 to 0.7 of the time that it takes group by group.
+        """
+        magnitudes, cuts = as_integers(address_of(memory.magnitudes)), (count + size - 1) // size
+        for cut in range(cuts):
+            first = cut * size
+            store(magnitudes, cut, largest(shift(line, first), min(size, count - first)))
+        for cut in range(0, cuts, LANES):
+            scale, inverse = scale_of_bytes(load_vector(magnitudes, cut, LANES))
+            store(memory.scales, cut, scale)
+            store(memory.inverses, cut, inverse)
+
+    @njit
+    def round_section(rows, memory, line, row, start, count):
         """Round the steps of a row from ``start`` on."""
-        count, has_groups = min(rows.section, rows.depth - start), rows.group_size != 0
+        has_groups = rows.group_size != 0
         size = rows.group_size if has_groups else rows.section
+        if has_groups:
+            find_scales(memory, line, count, size)
         integers = shift(rows.integers, start * rows.padded_rows + row * rows.section)
         factor = start // size * rows.padded_rows + row
-        for first in range(0, count, size):
-            part, some = shift(line, start + first), min(size, count - first)
-            magnitude = largest(part, some) if has_groups else largest_of_row
-            scale, inverse = scale_of_bytes(magnitude)
+        for cut in range((count + size - 1) // size):
+            first = cut * size
+            some, scale = min(size, count - first), load(memory.scales, cut)
             padded = some if has_groups else round_up(some, PADDING)
-            total = round_bytes(shift(integers, first), part, some, padded, inverse)
+            total = round_bytes(
+                shift(integers, first), shift(line, first), some, padded,
+                load(memory.inverses, cut),
+            )  # fmt: skip
             store(rows.scales, factor, scale)
             store(rows.sums, factor, number(total) * scale)
             factor += rows.padded_rows
 
     def round_block(rows, block, memory):
+        depth, section = rows.depth, rows.section
         for row in range(block.row_start, block.row_stop):
             line = shift(rows.source, row * rows.row_stride)
-            largest_of_row = largest(line, rows.depth if rows.group_size == 0 else 0)
-            for start in range(0, rows.depth, rows.section):
-                round_section(rows, line, row, start, largest_of_row)
+            if rows.group_size == 0:
+                find_scales(memory, line, depth, max(1, depth))
+            for start in range(0, depth, section):
+                part, count = shift(line, start), min(section, depth - start)
+                round_section(rows, memory, part, row, start, count)
 
     layout = Scratch(COMPUTE, sizes_of_block, describe)
     return make_kernel_with_scratch(round_block, layout, rows_argument_types(dtype))

@@ -343,24 +343,32 @@ def scale_of_integers(typing_context, magnitude, bits):
 def scale_of_bytes(typing_context, magnitude):
     """Return the scale with which numbers up to a magnitude become -127 to 127, and the inverse.
 
-    The magnitude is given by its bits. Below SMALLEST_ROUNDED, the scale is 0. For infinities and
-    NaN it is NaN, with inverse 0.
+    The magnitude is given by its bits; it may be a vector. Below SMALLEST_ROUNDED, the scale is 0.
+    For infinities and NaN it is NaN, with inverse 0.
     """
+    is_vector = isinstance(magnitude, Vector)
+    result = Vector(types.float32, magnitude.lanes) if is_vector else types.float32
 
     def generate(context, builder, signature, args):
-        def constant(number: float) -> ir.Value:
-            return ir.Constant(FLOAT, number)
+        bits = args[0]
 
-        largest, most = builder.bitcast(args[0], FLOAT), constant(127.0)
-        is_small = builder.icmp_signed("<", args[0], INT32(bits_of_float(SMALLEST_ROUNDED)))
-        is_finite = builder.icmp_signed("<", args[0], INT32(bits_of_float(math.inf)))
+        def constant(number: float) -> ir.Value:
+            scalar = ir.Constant(FLOAT, number)
+            return emit_splat(builder, scalar, magnitude.lanes) if is_vector else scalar
+
+        def is_below(number: float) -> ir.Value:
+            bound = builder.bitcast(constant(number), bits.type)
+            return builder.icmp_signed("<", bits, bound)
+
+        largest, most = builder.bitcast(bits, shaped(FLOAT, bits.type)), constant(127.0)
+        is_small, is_finite = is_below(SMALLEST_ROUNDED), is_below(math.inf)
         scale = builder.select(is_small, constant(0.0), builder.fdiv(largest, most))
         scale = builder.select(is_finite, scale, constant(math.nan))
         inverse = builder.select(is_small, constant(0.0), builder.fdiv(most, largest))
         inverse = builder.select(is_finite, inverse, constant(0.0))
         return context.make_tuple(builder, signature.return_type, (scale, inverse))
 
-    return types.UniTuple(types.float32, 2)(types.int32), generate
+    return types.UniTuple(result, 2)(magnitude), generate
 
 
 @intrinsic
