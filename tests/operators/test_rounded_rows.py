@@ -65,12 +65,15 @@ def test_largest_integers(sign, weight_of, rows):
     exact = torch.tensor(float(sign * 127 * weight_of * depth), dtype=torch.float64)
     # The sum has more bits than float32.
     torch.testing.assert_close(result.double(), exact.expand(rows, columns), rtol=2**-22, atol=0)
-    # Integers of 4 bits, whose zero is beyond them.
+    # Integers of 4 bits, whose zero is beyond them; their difference is a byte with a sign or not.
     pairs = torch.full((columns, 64 * 40 // 2), 0xFF, dtype=torch.uint8)
-    scale, zero = torch.ones(columns, 40), torch.full((columns, 40), -240.0)
-    input = torch.full((rows, 64 * 40), sign * 127.0)
-    result = foo_ops.linear_int4(input, pairs, scale, zero, group_size=64, activations=8)
-    assert torch.equal(result, torch.full((rows, columns), sign * 127.0 * 255 * 64 * 40))
+    scale, input = torch.ones(columns, 40), torch.full((rows, 64 * 40), sign * 127.0)
+    for zero in (-64, -120, -240):
+        zeros = torch.full((columns, 40), float(zero))
+        result = foo_ops.linear_int4(input, pairs, scale, zeros, group_size=64, activations=8)
+        assert torch.equal(
+            result, torch.full((rows, columns), sign * 127.0 * (15 - zero) * 64 * 40)
+        )
 
 
 @pytest.mark.parametrize("rows", [1, MANY_ROWS])
@@ -216,6 +219,17 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
         # The output is not transposed, and one vector holds the rest of a line.
         unused = ("square",) if columns % 16 else ("square", "rest")
         call_with_fences(kernel, function, arguments, (number * 4)(0, rows, 0, columns), unused)
+
+function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve("integer_rows", dtype))
+for depth, size in ((515, 0), (960, 32), (704, 64)):
+    source = torch.randn(5, depth).to(getattr(torch, dtype))
+    integers = torch.zeros(2, 32, 512, dtype=torch.uint8)
+    factors = torch.zeros(2, 30, 32)
+    arguments = (number * 10)(
+        5, depth, source.data_ptr(), depth, size, 512, 32, integers.data_ptr(),
+        factors[0].data_ptr(), factors[1].data_ptr(),
+    )
+    call_with_fences("integer_rows", function, arguments, (number * 4)(0, 5, 0, 0), ())
 """
 
 

@@ -142,7 +142,6 @@ def test_products_are_exact(compiled, size, whole, codes):
                 1,
                 24,
                 codes,
-                None,
             )
         else:
             total = tile_dot_codes(
@@ -156,7 +155,6 @@ def test_products_are_exact(compiled, size, whole, codes):
                 1,
                 24,
                 codes,
-                None,
             )
         tile_store_sums(total, lines(sums), 3)
 
@@ -180,7 +178,7 @@ def test_lanes_share_factors(compiled, size):
     def kernel(sums, left, right, scales):
         total = tile_zero(numbers(sums), 1, 1, LANES)
         total = tile_dot_codes(
-            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16, INT4, None
+            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16, INT4
         )
         tile_store_sums(total, numbers(sums), 1)
 

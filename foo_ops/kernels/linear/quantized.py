@@ -15,6 +15,7 @@ from foo_ops.kernels.lang.reduction import reduce_add
 from foo_ops.kernels.linear.few_rows import (
     COLUMNS_OF_ROW,
     MOST_OF_GROUP,
+    PAIR,
     Tiles,
     columns_of_sums,
     make_element_tiles,
@@ -63,7 +64,10 @@ from foo_ops.kernels.simd.narrow import (
     load_half_powers,
     scale_of_integers,
     store_digits,
+    tile_add_grouped,
     tile_dot_codes,
+    tile_dot_table,
+    tile_load_codes,
     unpack_bytes,
     unpack_float4,
     unpack_int4,
@@ -143,11 +147,6 @@ def rounding_to_multiples(dtype: str) -> Rounding:
     return Rounding(BITS, scale_of, smallest, largest, is_zero_below=False)
 
 
-@njit
-def _no_table(product):
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """How weights of few bits are read.
@@ -160,7 +159,6 @@ class Weights:
         prefetch_groups: ``prefetch_groups(product, column, group)`` prefetches them into L2.
         load_pair: ``load_pair(product, column, group, index)`` returns the two numbers in a byte of
             a group; None where sums are not mended.
-        table_of: ``table_of(product)`` returns the numbers of codes, or None.
     """
 
     codes: str
@@ -168,7 +166,6 @@ class Weights:
     load_groups: Callable
     prefetch_groups: Callable
     load_pair: Callable | None
-    table_of: Callable = _no_table
 
 
 def _make_loader() -> Callable:
@@ -257,12 +254,8 @@ def table4_weights(dtype: str, GROUP_SIZE: int) -> Weights:
         scale = load(product.scale, column * product.scale_column_stride + group)
         return load(product.table, byte & 15) * scale, load(product.table, byte >> 4) * scale
 
-    @njit
-    def table_of(product):
-        return product.table
-
     arguments = quantized_argument_types(dtype, "uint8", compute_dtype(dtype))
-    return Weights(TABLE4, arguments, load_groups, prefetch_groups, load_pair, table_of)
+    return Weights(TABLE4, arguments, load_groups, prefetch_groups, load_pair)
 
 
 def make_4bit_tiles(dtype: str, GROUP_SIZE: int, weights: Weights) -> Tiles:
@@ -285,9 +278,9 @@ def make_group_tiles(
     The tiles prefetch the next columns, their scales and zeros: a column of 4096 integers is half a
     page of memory, and hardware prefetchers stop at the end of a page.
     """
-    LANES, CODES, table_of = lanes_of(COMPUTE), weights.codes, weights.table_of
+    LANES, CODES = lanes_of(COMPUTE), weights.codes
     of_numbers = digits_of(FLOAT_BITS if rounding is None else rounding.bits, LANES, CODES)
-    BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
+    BYTES, PER_BYTE = of_numbers.vector_size, of_numbers.per_byte
     CODES_PER_BYTE = of_numbers.codes_per_byte
     SIZE = GROUP_SIZE // CODES_PER_BYTE
     # Groups in a vector of integers; if a group has several vectors, they share its scale.
@@ -296,9 +289,13 @@ def make_group_tiles(
     as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(weights)
     row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
     tiles_ahead = make_tiles_ahead()
+    make_dots = partial(_make_dots, GROUPS, of_numbers, CODES)
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
-        factors_of_columns, SUMS = make_factors(ROWS, COLUMNS), ROWS * COLUMNS
+        ROWS_OF_FACTORS = 1 if CODES == TABLE4 else ROWS
+        factors_of_columns = make_factors(ROWS_OF_FACTORS, COLUMNS)
+        SUMS = ROWS_OF_FACTORS * COLUMNS
+        add_dots = make_dots(ROWS, COLUMNS)
 
         @njit
         def place_of_group(group):
@@ -313,7 +310,8 @@ def make_group_tiles(
             ahead = COLUMNS * tiles_ahead(COLUMNS * stride)
             factors_of_columns(product, column, groups, factors, offsets, scales, depth, ahead)
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
-            for group in range(0, padded, LANES):
+            # Tables have no zeros.
+            for group in range(0, padded if CODES != TABLE4 else 0, LANES):
                 of_groups = shift(scales, padded + group)
                 total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
             digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
@@ -321,16 +319,14 @@ def make_group_tiles(
             whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
                 prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
-                total = tile_dot_codes(
-                    total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
-                    None, shift(factors, place_of_group(byte // SIZE)), GROUPS, BITS, CODES,
-                    table_of(product),
+                total = add_dots(
+                    total, product, shift(digits, byte * PER_BYTE), size, shift(right, byte),
+                    stride, None, shift(factors, place_of_group(byte // SIZE)),
                 )  # fmt: skip
             if whole < count:
-                total = tile_dot_codes(
-                    total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
-                    count - whole, shift(factors, place_of_group(whole // SIZE)), GROUPS, BITS,
-                    CODES, table_of(product),
+                total = add_dots(
+                    total, product, shift(digits, whole * PER_BYTE), size, shift(right, whole),
+                    stride, count - whole, shift(factors, place_of_group(whole // SIZE)),
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
@@ -339,7 +335,7 @@ def make_group_tiles(
     def regions(depth: Any) -> dict[str, Any]:
         # Each group, of at least 32 steps, has an offset for each column of a tile and a factor for
         # each sum.
-        of_row = 2 * min(COLUMNS_OF_ROW, LANES)
+        of_row = (PAIR + 1) * min(COLUMNS_OF_ROW, LANES)
         of_group = (min(MOST_OF_GROUP, LANES) + 1) * COLUMNS_OF_GROUP
         most = max(of_row, of_group)
         elements = 32 * of_numbers.places * of_numbers.size // LANE_BYTES
@@ -353,6 +349,37 @@ def make_group_tiles(
         COMPUTE, row_size, copy_row, weights.arguments, make_tile, COLUMNS_OF_ROW,
         COLUMNS_OF_GROUP, regions, scale_sums,
     )  # fmt: skip
+
+
+def _make_dots(GROUPS: int, of_numbers: Digits, CODES: str, ROWS: int, COLUMNS: int) -> Callable:
+    """Make ``add_dots(total, product, digits, size, right, stride, count, factors)``.
+
+    It adds the products of a vector of bytes of each column, or of its first ``count`` bytes.
+    """
+    LANES, BITS, PARTS = of_numbers.lanes, of_numbers.bits, of_numbers.parts
+    as_numbers = pointer_to(COMPUTE)
+
+    @njit
+    def add_integers(total, product, digits, size, right, stride, count, factors):
+        return tile_dot_codes(
+            total, digits, size, right, stride, count, factors, GROUPS, BITS, CODES
+        )
+
+    @njit
+    def add_numbers(total, product, digits, size, right, stride, count, factors):
+        rows, row_size = as_numbers(address_of(digits)), size // LANE_BYTES
+        codes = tile_load_codes(right, stride, count, COLUMNS, LANES)
+        products = tile_zero(rows, ROWS, COLUMNS, LANES)
+        # A column has more steps than there are parts, but LLVM does not know. It would unroll the
+        # loop, look up all numbers first, and move them to the stack: with 4 rows, a Zen 4 takes
+        # 1.3 times as long.
+        for part in range(min(PARTS, product.depth)):
+            products, codes = tile_dot_table(
+                products, shift(rows, part * LANES), row_size, codes, product.table
+            )
+        return tile_add_grouped(total, products, factors, GROUPS)
+
+    return add_numbers if CODES == TABLE4 else add_integers
 
 
 def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Callable]:

@@ -25,6 +25,7 @@ from foo_ops.kernels.simd.types import (
     INT16,
     INT32,
     INT64,
+    Tile,
     Vector,
     bits_of,
     call_intrinsic,
@@ -121,10 +122,35 @@ def emit_quad_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     return total
 
 
+def emit_unsigned_quad_fma(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value
+) -> ir.Value:
+    """Like `emit_quad_fma`, for a's bytes without a sign and b's with one."""
+    return emit_quad_fma(builder, b, a, total)
+
+
 def emit_unsigned_bytes(builder: ir.IRBuilder, signed: ir.Value) -> ir.Value:
     """Add BYTE_OFFSET to each byte of a vector; others than bytes are read as bytes."""
-    word = sum(BYTE_OFFSET << shift for shift in range(0, bits_of(signed.type), 8))
-    return builder.xor(signed, constant_of(signed.type, word))
+    return builder.xor(signed, constant_of(signed.type, _offsets(signed.type)))
+
+
+def _offsets(type_: ir.Type) -> int:
+    """Return an integer of BYTE_OFFSET in all bytes."""
+    return sum(BYTE_OFFSET << shift for shift in range(0, bits_of(type_), 8))
+
+
+@intrinsic
+def subtract_offsets(typing_context, totals, pointer, index):
+    """Subtract from each lane BYTE_OFFSET times the four bytes of a quad with a sign."""
+
+    def generate(context, builder, signature, args):
+        before, place, start = args
+        quads = emit_load_vector(builder, pointer.dtype, place, start, totals.lanes)
+        offsets = constant_of(before.type, _offsets(before.type))
+        products = emit_quad_fma(builder, quads, offsets, ir.Constant(before.type, None))
+        return builder.sub(before, products)
+
+    return totals(totals, pointer, types.intp), generate
 
 
 def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
@@ -317,24 +343,32 @@ def scale_of_integers(typing_context, magnitude, bits):
 def scale_of_bytes(typing_context, magnitude):
     """Return the scale with which numbers up to a magnitude become -127 to 127, and the inverse.
 
-    The magnitude is given by its bits. Below SMALLEST_ROUNDED, the scale is 0. For infinities and
-    NaN it is NaN, with inverse 0.
+    The magnitude is given by its bits; it may be a vector. Below SMALLEST_ROUNDED, the scale is 0.
+    For infinities and NaN it is NaN, with inverse 0.
     """
+    is_vector = isinstance(magnitude, Vector)
+    result = Vector(types.float32, magnitude.lanes) if is_vector else types.float32
 
     def generate(context, builder, signature, args):
-        def constant(number: float) -> ir.Value:
-            return ir.Constant(FLOAT, number)
+        bits = args[0]
 
-        largest, most = builder.bitcast(args[0], FLOAT), constant(127.0)
-        is_small = builder.icmp_signed("<", args[0], INT32(bits_of_float(SMALLEST_ROUNDED)))
-        is_finite = builder.icmp_signed("<", args[0], INT32(bits_of_float(math.inf)))
+        def constant(number: float) -> ir.Value:
+            scalar = ir.Constant(FLOAT, number)
+            return emit_splat(builder, scalar, magnitude.lanes) if is_vector else scalar
+
+        def is_below(number: float) -> ir.Value:
+            bound = builder.bitcast(constant(number), bits.type)
+            return builder.icmp_signed("<", bits, bound)
+
+        largest, most = builder.bitcast(bits, shaped(FLOAT, bits.type)), constant(127.0)
+        is_small, is_finite = is_below(SMALLEST_ROUNDED), is_below(math.inf)
         scale = builder.select(is_small, constant(0.0), builder.fdiv(largest, most))
         scale = builder.select(is_finite, scale, constant(math.nan))
         inverse = builder.select(is_small, constant(0.0), builder.fdiv(most, largest))
         inverse = builder.select(is_finite, inverse, constant(0.0))
         return context.make_tuple(builder, signature.return_type, (scale, inverse))
 
-    return types.UniTuple(types.float32, 2)(types.int32), generate
+    return types.UniTuple(result, 2)(magnitude), generate
 
 
 @intrinsic
@@ -373,13 +407,18 @@ def sum_of_lanes(typing_context, vector):
 
 @intrinsic
 def store_bytes(typing_context, pointer, index, vector, factor):
-    """Round numbers times a factor to integers, ties to even; store bytes and return int32."""
+    """Round numbers times a factor to integers, ties to even; store bytes and return int32.
+
+    Bytes without a sign are BYTE_OFFSET more.
+    """
     result = Vector(types.int32, vector.lanes)
 
     def generate(context, builder, signature, args):
         place, start, numbers, scalar = args
         integers = _round_products(builder, numbers, emit_splat(builder, scalar, vector.lanes))
         bytes_ = builder.trunc(integers, ir.VectorType(INT8, vector.lanes))
+        if pointer.dtype == "uint8":
+            bytes_ = emit_unsigned_bytes(builder, bytes_)
         address = builder.bitcast(builder.gep(place, [start]), bytes_.type.as_pointer())
         builder.store(bytes_, address, align=1)
         return integers
@@ -498,12 +537,12 @@ def _store_digits_of_vector(
 
 @intrinsic(prefer_literal=True)
 def tile_dot_codes(
-    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes, table
+    typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits, codes
 ):
     """Add to tile[i, j] the products of a's i-th row of digits and b's j-th row of integers.
 
-    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, BYTE for integers plus
-    BYTE_OFFSET, or TABLE4 for the float32 of ``table``, which is None otherwise.
+    ``codes`` is INT4, FLOAT4 for the integers ``2 * number + FLOAT4_ZERO``, or BYTE for integers
+    plus BYTE_OFFSET.
 
     The products are multiplied by factors. A lane takes the integers of its own 32 bits of b. The
     adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
@@ -511,47 +550,130 @@ def tile_dot_codes(
     whole vector; but with INT4, the factors of others must be zeros. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
-    sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
-    is_whole = isinstance(count, types.NoneType)
 
-    def load_integers(builder, digits, pointer, given, numbers):
-        if is_whole:
-            both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
-        else:
-            both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
+    def split_integers(builder, digits, both):
         if codes.literal_value == BYTE:
             both = emit_unsigned_bytes(builder, both)
         integers = _split_integers(builder, digits, both)
         if codes.literal_value == FLOAT4:
             integers = [_emit_integers_of_float4(builder, digits, it) for it in integers]
-        elif codes.literal_value == TABLE4:
-            integers = [_emit_numbers_of_table(builder, FLOAT, numbers, it) for it in integers]
         return integers
 
-    def add_product(builder, total, product, pointer, position):
-        # A whole vector, so that the shuffle instruction can read it from memory.
-        factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
-        factor = emit_shuffle(builder, factor, factor, sharing)
-        if product.type != factor.type:
-            product = builder.sitofp(product, factor.type)
-        return emit_fma(builder, product, factor, total)
-
     def generate(context, builder, signature, args):
-        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_, numbers = args
+        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
         digits = digits_of(bits.literal_value, lanes, codes.literal_value)
-        lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
-        integers = [load_integers(builder, digits, line, given, numbers) for line in lines]
+        both = _load_lines(builder, b, b_pointer, b_step, (count, given), columns, lanes)
+        integers = [split_integers(builder, digits, it) for it in both]
         for row in range(rows):
             line = builder.gep(a_pointer, [builder.mul(a_step, INT64(row))])
             products = _dot_columns(builder, digits, a.dtype, line, integers)
             for position, product in enumerate(products, row * columns):
+                factor = _load_shared(builder, factors_pointer, position, lanes, groups)
                 total = builder.extract_value(result, position)
-                total = add_product(builder, total, product, factors_pointer, position)
+                total = emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes, table)
-    return tile(*arguments), generate
+    return tile(tile, a, types.intp, b, types.intp, count, factors, groups, bits, codes), generate
+
+
+def _load_shared(
+    builder: ir.IRBuilder, factors: ir.Value, number: int, lanes: int, groups: types.Literal
+) -> ir.Value:
+    """Load a vector whose first factors are each shared by adjacent lanes."""
+    # A whole vector, so that the shuffle instruction can read it from memory.
+    factor = emit_load_vector(builder, "float32", factors, INT64(number * lanes), lanes)
+    sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
+    return emit_shuffle(builder, factor, factor, sharing)
+
+
+@intrinsic(prefer_literal=True)
+def tile_add_grouped(typing_context, tile, products, factors, groups):
+    """Add products times factors to a tile.
+
+    The adjacent lanes of each of ``groups`` share a factor. The factors of tile[i, j] are the first
+    ones of the vector ``j``.
+    """
+
+    def generate(context, builder, signature, args):
+        result, products_tile, pointer, _ = args
+        for column in range(tile.columns):
+            factor = _load_shared(builder, pointer, column, tile.vector.lanes, groups)
+            for position in range(column, tile.rows * tile.columns, tile.columns):
+                product = builder.extract_value(products_tile, position)
+                total = builder.extract_value(result, position)
+                total = emit_fma(builder, product, factor, total)
+                result = builder.insert_value(result, total, position)
+        return result
+
+    return tile(tile, products, factors, groups), generate
+
+
+def _load_lines(
+    builder: ir.IRBuilder,
+    b: types.Type,
+    pointer: ir.Value,
+    stride: ir.Value,
+    count: tuple[types.Type, ir.Value],
+    columns: int,
+    lanes: int,
+) -> list[ir.Value]:
+    """Load a vector of bytes of each line, or the first ones if their count is not None."""
+    count_type, given = count
+    lines = [builder.gep(pointer, [builder.mul(stride, INT64(it))]) for it in range(columns)]
+    if isinstance(count_type, types.NoneType):
+        return [
+            emit_load_vector(builder, b.dtype, it, INT64(0), LANE_BYTES * lanes) for it in lines
+        ]
+    return [emit_load_first(builder, b.dtype, it, given, LANE_BYTES * lanes) for it in lines]
+
+
+@intrinsic(prefer_literal=True)
+def tile_load_codes(typing_context, pointer, stride, count, columns, lanes):
+    """Load a vector of codes of each of some rows of bytes, ``stride`` apart.
+
+    ``count`` is the number of bytes, or None for a whole vector.
+    """
+    tile = Tile(columns.literal_value, 1, Vector(types.int32, lanes.literal_value))
+
+    def generate(context, builder, signature, args):
+        result, words = ir.Constant(context.get_value_type(tile), ir.Undefined), tile.vector.lanes
+        lines = _load_lines(
+            builder, pointer, *args[:2], (count, args[2]), tile.rows, tile.vector.lanes
+        )
+        for number, line in enumerate(lines):
+            codes = builder.bitcast(line, ir.VectorType(INT32, words))
+            result = builder.insert_value(result, codes, number)
+        return result
+
+    return tile(pointer, types.intp, count, columns, lanes), generate
+
+
+@intrinsic
+def tile_dot_table(typing_context, tile, a, a_stride, codes, table):
+    """Add to tile[i, j] the products of a's i-th vector and the numbers of the j-th codes.
+
+    The numbers are looked up in ``table`` by the lowest 4 bits. Returns also the next codes.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, a_step, tile_of_codes, numbers = args
+        places = [builder.mul(a_step, INT64(row)) for row in range(rows)]
+        factors = [emit_load_vector(builder, a.dtype, a_pointer, it, lanes) for it in places]
+        for column in range(columns):
+            of_column = builder.extract_value(tile_of_codes, column)
+            number = _emit_numbers_of_table(builder, FLOAT, numbers, of_column)
+            for row, factor in enumerate(factors):
+                position = row * columns + column
+                total = builder.extract_value(result, position)
+                total = emit_fma(builder, factor, number, total)
+                result = builder.insert_value(result, total, position)
+            following = builder.lshr(of_column, constant_of(of_column.type, CODE_BITS[TABLE4]))
+            tile_of_codes = builder.insert_value(tile_of_codes, following, column)
+        return context.make_tuple(builder, signature.return_type, (result, tile_of_codes))
+
+    return types.Tuple((tile, codes))(tile, a, types.intp, codes, table), generate
 
 
 def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
@@ -567,8 +689,6 @@ def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> li
         constant_of(wide, 0x0F0F if digits.size == 1 else (1 << bits) - 1),
     )
     shifted = [builder.lshr(both, constant_of(wide, bits * part)) for part in range(digits.parts)]
-    if digits.size == LANE_BYTES:  # Tables ignore what is above a code.
-        return shifted
     return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
 
 
@@ -651,8 +771,8 @@ def _dot_columns(
 def _emit_dot(
     builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """Add the products of four bytes, of two digits of two, or of one number, to each lane."""
-    multiply_add = {1: emit_quad_fma, 2: emit_integer_pair_fma, 4: emit_fma}[digits.size]
+    """Add the products of four bytes, or of two digits of two, to each lane."""
+    multiply_add = emit_quad_fma if digits.size == 1 else emit_integer_pair_fma
     return multiply_add(builder, digit, integers, total)
 
 
@@ -794,29 +914,26 @@ def unpack_bytes(typing_context, target, source, scale, lanes):
 
 
 @intrinsic(prefer_literal=True)
-def split_codes(typing_context, target, half, source, count, codes):
-    """Store the integers of ``count`` adjacent bytes as bytes without a sign.
+def split_codes(typing_context, target, half, source, zero, count, codes):
+    """Store the integers of ``count`` adjacent bytes, minus an integer zero, as bytes with a sign.
 
-    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on. With
-    BYTE, integers get BYTE_OFFSET added.
+    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on.
     """
 
-    def store(builder, pointer, bytes_):
-        builder.store(bytes_, builder.bitcast(pointer, bytes_.type.as_pointer()), align=1)
-
     def generate(context, builder, signature, args):
-        target_pointer, distance, source_pointer, *_ = args
+        target_pointer, distance, source_pointer, scalar, *_ = args
         bytes_ = _load_bytes(builder, source_pointer, count.literal_value)
-        if codes.literal_value == BYTE:
-            store(builder, target_pointer, emit_unsigned_bytes(builder, bytes_))
-            return context.get_dummy_value()
-        lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
-        upper = builder.lshr(bytes_, constant_of(bytes_.type, 4))
-        store(builder, target_pointer, lower)
-        store(builder, builder.gep(target_pointer, [distance]), upper)
+        zeros, parts = emit_splat(builder, scalar, bytes_.type.count), [bytes_]
+        if codes.literal_value == INT4:
+            lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
+            parts = [lower, builder.lshr(bytes_, constant_of(bytes_.type, 4))]
+        for number, part in enumerate(parts):
+            place = builder.gep(target_pointer, [builder.mul(distance, INT64(number))])
+            address = builder.bitcast(place, part.type.as_pointer())
+            builder.store(builder.sub(part, zeros), address, align=1)
         return context.get_dummy_value()
 
-    return types.void(target, types.intp, source, count, codes), generate
+    return types.void(target, types.intp, source, types.int8, count, codes), generate
 
 
 @intrinsic(prefer_literal=True)

@@ -18,14 +18,13 @@
     tile_dot_bytes(tile, a, a_stride, b, b_stride, count)   tile_dot of int8x4 and int8, with
                                             BYTE_OFFSET added to b's; ``count`` bytes, or None
     tile_repeat(pointer, stride, ROWS, COLUMNS, LANES)  tile[i, j] = the vector at i * stride
-    tile_add_scaled(tile, integers, row_scales, row_sums, scales, zeros)    tile[i, j] +=
-                                            (integers[i, j] - row_sums[i] * zeros[j]) *
+    tile_add_scaled(tile, integers, row_scales, scales) tile[i, j] += integers[i, j] *
                                             row_scales[i] * scales[j], for a tile of integers
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
 If a and b have dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
-instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2, and int8x4 with
-uint8x4.
+instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2, and of int8x4 and
+uint8x4 one for a and the other for b.
 """
 
 from __future__ import annotations
@@ -43,10 +42,12 @@ from foo_ops.kernels.simd.narrow import (
     INTEGER_PAIRS,
     PAIRS,
     QUADS,
+    UNSIGNED_QUADS,
     emit_integer_pair_fma,
     emit_pair_fma,
     emit_quad_fma,
     emit_unsigned_bytes,
+    emit_unsigned_quad_fma,
 )
 from foo_ops.kernels.simd.types import (
     ELEMENTS,
@@ -140,6 +141,7 @@ _OF_PARTS = {
     PAIRS: emit_pair_fma,
     INTEGER_PAIRS: emit_integer_pair_fma,
     QUADS: emit_quad_fma,
+    UNSIGNED_QUADS: emit_unsigned_quad_fma,
 }
 """Products of elements of several numbers."""
 
@@ -321,38 +323,28 @@ def tile_repeat(typing_context, pointer, stride, rows, columns, lanes):
 
 
 @intrinsic
-def tile_add_scaled(typing_context, tile, integers, row_scales, row_sums, scales, zeros):
-    """Add integers to a tile, without the zeros of b and scaled.
-
-    The integers are at most 2**24, so that they and their differences from a multiple of an
-    integer zero are exact in float32.
-    """
+def tile_add_scaled(typing_context, tile, integers, row_scales, scales):
+    """Add scaled integers, which are exact in float32 up to 2**24, to a tile."""
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
 
     def generate(context, builder, signature, args):
-        result, values, scale_of_row, sum_of_row, *of_columns = args
+        result, values, of_rows, of_columns = args
         vectors = [
-            [
-                emit_load_vector(builder, "float32", it, INT64(column * lanes), lanes)
-                for it in of_columns
-            ]
+            emit_load_vector(builder, scales.dtype, of_columns, INT64(column * lanes), lanes)
             for column in range(columns)
         ]
         for row in range(rows):
-            scale, total = (
-                emit_splat(builder, builder.load(builder.gep(it, [INT64(row)])), lanes)
-                for it in (scale_of_row, sum_of_row)
-            )
-            for column, (scales_of, zeros_of) in enumerate(vectors):
+            scale = builder.load(builder.gep(of_rows, [INT64(row)]))
+            scale = emit_splat(builder, scale, lanes)
+            for column, vector in enumerate(vectors):
                 position = row * columns + column
                 number = builder.sitofp(builder.extract_value(values, position), scale.type)
-                number = emit_fma(builder, builder.fneg(zeros_of), total, number)
                 before = builder.extract_value(result, position)
-                after = emit_fma(builder, number, builder.fmul(scale, scales_of), before)
+                after = emit_fma(builder, number, builder.fmul(scale, vector), before)
                 result = builder.insert_value(result, after, position)
         return result
 
-    return tile(tile, integers, row_scales, row_sums, scales, zeros), generate
+    return tile(tile, integers, row_scales, scales), generate
 
 
 @intrinsic

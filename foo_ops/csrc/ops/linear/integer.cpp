@@ -92,7 +92,7 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   const int64_t rows = count_of(product.rows, kRowMultiple) * kRowMultiple;
   const int64_t cuts = weights.has_groups() ? product.depth / weights.group_size : sections;
   const at::Tensor integers =
-      new_tensor({sections, rows, kSection}, input.options().dtype(at::kChar));
+      new_tensor({sections, rows, kSection}, input.options().dtype(at::kByte));
   const at::Tensor factors = new_tensor({2, cuts, rows}, input.options().dtype(at::kFloat));
   auto* const scales = factors.mutable_data_ptr<float>();
   auto* const sums = scales + cuts * rows;

@@ -15,9 +15,9 @@
 namespace foo {
 
 // Rows that are rounded to integers. Sections of the steps follow each other; in each, the integers
-// of a row are adjacent, and rows are `section` bytes apart. Scales and sums of a cut, the steps
-// whose products are added up as integers, are those of all `rows`. A group of steps has its own
-// scale and is a cut; without groups, a section is a cut.
+// of a row are adjacent, as bytes with 128 added, and rows are `section` bytes apart. Scales and
+// scaled sums of a cut, the steps whose products are added up as integers, are those of all `rows`.
+// A group of steps has its own scale and is a cut; without groups, a section is a cut.
 struct IntegerRows {
   int64_t rows, depth;
   const void* source;
