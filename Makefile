@@ -81,8 +81,8 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --
 
 IN_PART := $(if $(PART),--part $(PART))
 
-# The cases that find most, in ten minutes. In three runs: collected cases, and compiled code that is
-# never unloaded, would take 2 GB in each process of one.
+# The cases that find most, in a quarter of an hour. In three runs: collected cases, and compiled
+# code that is never unloaded, would take 2 GB in each process of one.
 MATRIX := tests/operators/test_matrix.py
 
 test: $(VENV)/.with-test

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.measure import OURS, Case, Contender, Contenders, Local, torch_threads
+from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 from benchmarks.models import AS_IT_IS
+from foo_ops.testing.checks.matrix import threads as torch_threads
 
 SECTION = "decode"
 FROM_PYTHON = "foo, from Python"

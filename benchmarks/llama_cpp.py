@@ -108,12 +108,8 @@ class LlamaCpp:
         return timeit.timeit(self.run, number=calls)
 
 
-def write(path: Path, model: Any, weights: str) -> None:
-    """Write a model without a tokenizer to a file of llama.cpp."""
-    import gguf
-
-    config = model.config
-    file = gguf.GGUFWriter(str(path), "llama")
+def add_sizes(file: Any, config: Any) -> None:
+    """Write the sizes of a Llama into the header of a file of llama.cpp."""
     file.add_context_length(config.max_position_embeddings)
     file.add_embedding_length(config.hidden_size)
     file.add_block_count(config.num_hidden_layers)
@@ -121,9 +117,18 @@ def write(path: Path, model: Any, weights: str) -> None:
     file.add_head_count(config.num_attention_heads)
     file.add_head_count_kv(config.num_key_value_heads)
     file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    file.add_vocab_size(config.vocab_size)
+
+
+def write(path: Path, model: Any, weights: str) -> None:
+    """Write a model without a tokenizer to a file of llama.cpp."""
+    import gguf
+
+    config = model.config
+    file = gguf.GGUFWriter(str(path), "llama")
+    add_sizes(file, config)
     file.add_rope_dimension_count(config.head_dim)
     file.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    file.add_vocab_size(config.vocab_size)
     file.add_tokenizer_model("none")
     type_ = gguf.GGMLQuantizationType[TYPES[weights]]
     for name, tensor in named_tensors(model):

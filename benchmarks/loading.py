@@ -128,15 +128,8 @@ def write_gguf(folder: Path, kind: str, size: Size) -> Path:
 
     config, path = size.config(), folder / "model.gguf"
     file = gguf.GGUFWriter(str(path), "llama")
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_block_count(config.num_hidden_layers)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    llama_cpp.add_sizes(file, config)
     file.add_rope_freq_base(10000.0)
-    file.add_vocab_size(config.vocab_size)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, shape in size.shapes().items():
         _, _, inner = name.partition("model.layers.")

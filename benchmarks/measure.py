@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Workload
+from foo_ops.testing.checks.matrix import threads as torch_threads
 
 OURS = "foo"
 LARGEST_DIFFERENCE = 0.02
@@ -76,16 +77,6 @@ def stay_awake() -> None:
     end = time.perf_counter() + PAUSE
     while time.perf_counter() < end:
         pass
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import foo_ops
+from benchmarks.pages import replace_between_marks
 from foo_ops import _C
 from foo_ops.testing.checks.matrix import threads as torch_threads
 
@@ -33,7 +34,6 @@ SLOW = 0.5
 """Speed of a thread that shares its core."""
 THREADS = (2, 16, 64, 128)
 PAGE = Path("docs/architecture.md")
-BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
 
 
 @dataclass(frozen=True)
@@ -294,19 +294,10 @@ def cell(case: Case, threads: int, slowest: float = 1.0) -> str:
     return now if now == before else f"{now} ({before})"
 
 
-def publish(text: str) -> None:
-    page = PAGE.read_text()
-    before, found, rest = page.partition(BEGIN)
-    if not found:
-        raise ValueError(f"{PAGE} has no line {BEGIN.strip()}")
-    _, end, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + end + after)
-
-
 def main() -> None:
     text = table()
     if "--publish" in sys.argv[1:]:
-        publish(text)
+        replace_between_marks(PAGE, "plans", text)
     print(text, end="")
 
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from benchmarks.pages import replace_between_marks
+
 TOOLS = ("llvm-mca", "llvm-objdump")
 PACKAGE, VERSION = "llvm-19", 19
 ITERATIONS = 1000
 PAGE = Path("docs/architecture.md")
-BEGIN, END = "<!-- ports: begin -->\n", "<!-- ports: end -->\n"
 
 # -------------------------------------------------------------------------------------- processors
 
@@ -693,15 +694,6 @@ def matrix_table(loops: dict[tuple[str, str], list[Loop]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def publish(text: str) -> None:
-    page = PAGE.read_text()
-    before, found, rest = page.partition(BEGIN)
-    if not found:
-        raise ValueError(f"{PAGE} has no line {BEGIN.strip()}")
-    _, end, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + end + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--publish", action="store_true", help=f"write the table into {PAGE}")
@@ -719,7 +711,7 @@ def main() -> None:
         print(*details(family, results[family.name]), sep="\n")
     text = table(results) + "\n" + matrix_table(loops_of(WITH_MATRIX_UNIT))
     if options.publish:
-        publish(text)
+        replace_between_marks(PAGE, "ports", text)
     print(text, end="")
 
 

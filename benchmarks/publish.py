@@ -10,11 +10,13 @@ from pathlib import Path
 from benchmarks import flex, report
 from benchmarks.first_call import REPOSITORY
 from benchmarks.measure import Result
+from benchmarks.pages import replace_between_marks
 from benchmarks.plots import save_plots
 from benchmarks.results_file import Content
 from benchmarks.targets import against_peer, best_peer, speedups
 
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+FIGURES = "figures"
+"""The name of the marks."""
 README = REPOSITORY / "README.md"
 INDEX = REPOSITORY / "docs" / "index.md"
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
@@ -58,18 +60,18 @@ def publish(content: Content, places: Published, sections: Sequence[str]) -> lis
     """
     pages = []
     if GALLERY_SECTION in sections:
-        replace_between_marks(places.gallery, gallery_speeds(content))
+        replace_between_marks(places.gallery, FIGURES, gallery_speeds(content))
         pages.append(places.gallery)
     if set(sections) != set(report.SECTIONS):
         return pages
     plots = save_plots(content, places.images)
     folder = places.images.name
     images = {f"{folder}/{name}": description for name, description in plots.items()}
-    replace_between_marks(places.performance, tables(content, images))
+    replace_between_marks(places.performance, FIGURES, tables(content, images))
     for page, images_folder in ((places.readme, f"docs/{folder}"), (places.index, folder)):
         name = f"{images_folder}/{FRONT_PLOT}"
         front = {name: plots[FRONT_PLOT]} if FRONT_PLOT in plots else {}
-        replace_between_marks(page, front_page(content, front))
+        replace_between_marks(page, FIGURES, front_page(content, front))
     return [*pages, places.performance, places.readme, places.index]
 
 
@@ -83,15 +85,6 @@ def gallery_speeds(content: Content) -> str:
         "as attention that sees all keys and does nothing with the scores."
     )
     return "\n\n".join([markdown_table(rows), what, f"Measured on: {report.caption(content)}"])
-
-
-def replace_between_marks(path: Path, figures: str) -> None:
-    text = path.read_text()
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not (found_begin and found_end):
-        raise ValueError(f"{path} must have the marks {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}")
 
 
 def tables(content: Content, images: dict[str, str]) -> str:

@@ -160,7 +160,7 @@ def test_speeds_stand_in_the_manual(monkeypatch, tmp_path, capsys):
     rows = [speed("Causal", "forward", 0.002), speed("Causal", "backward", 0.008)]
     results_file.save(tmp_path / "results.json", rows, "default")
     places = publish.Published(*(tmp_path / name for name in ("R", "P", "images", "gallery.md")))
-    places.gallery.write_text(f"above{publish.BEGIN}{publish.END}below")
+    places.gallery.write_text("above<!-- figures: begin --><!-- figures: end -->below")
     command.publish_figures(tmp_path / "results.json", places, ["flex-gallery"])
     text = places.gallery.read_text()
     assert "| variant | forward, float32 | backward, float32 |" in text

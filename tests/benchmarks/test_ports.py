@@ -231,14 +231,6 @@ def test_environment_of_a_matrix_unit():
     assert "+amx-bf16" in environment["NUMBA_CPU_FEATURES"].split(",")
 
 
-def test_table_is_written_between_marks(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{ports.BEGIN}old\n{ports.END}after\n")
-    monkeypatch.setattr(ports, "PAGE", page)
-    ports.publish("| new |\n")
-    assert page.read_text() == f"before\n{ports.BEGIN}\n| new |\n\n{ports.END}after\n"
-
-
 def has_tools() -> bool:
     try:
         return bool(ports.tool("llvm-mca"))

@@ -316,16 +316,6 @@ def test_tables_have_the_headlines(content):
     assert report.SECTIONS["calls"].title not in text
 
 
-def test_figures_go_between_the_marks(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before {publish.BEGIN} of yesterday {publish.END} after")
-    publish.replace_between_marks(page, "new")
-    assert page.read_text() == f"before {publish.BEGIN}\n\nnew\n\n{publish.END} after"
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="must have the marks"):
-        publish.replace_between_marks(page, "new")
-
-
 def test_the_front_page_names_where_a_peer_is_faster():
     def of_forward(name, foo, flash):
         seconds = {"foo": [foo] * 4, "flash": [flash] * 4}
@@ -374,7 +364,7 @@ def test_pages_and_images(monkeypatch, tmp_path, content):
     )
     docs.mkdir()
     for page in (places.readme, places.performance, places.index):
-        page.write_text(f"{publish.BEGIN}{publish.END}")
+        page.write_text("<!-- figures: begin --><!-- figures: end -->")
     monkeypatch.setattr(
         report, "SECTIONS", {name: report.SECTIONS[name] for name in content.by_section()}
     )

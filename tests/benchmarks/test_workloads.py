@@ -104,6 +104,7 @@ def left_out(workload):
     raise RuntimeError("left out")
 
 
+@pytest.mark.whole
 def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
     """A contender with another result would be missing."""
     workload = dataclasses.replace(FORWARD, query_length=512, key_length=512)

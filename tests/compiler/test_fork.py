@@ -1,6 +1,7 @@
 """Forked children use the CPU's operators, whatever their parent's threads were doing."""
 
 import pytest
+from support.parts import whole
 from support.processes import AT_MOMENT, run
 
 # ``in_child(function)`` runs a function in a forked child, which must end in time.
@@ -43,7 +44,7 @@ torch.set_num_threads(1)
 )
 
 
-@pytest.mark.parametrize("moment", ["_key", "_emit", "link"])
+@pytest.mark.parametrize("moment", ["_emit", *whole("_key", "link")])
 def test_fork_while_another_thread_compiles(tmp_path, moment):
     program = f"""{FORKS}
 stop_at({moment!r})

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.exact import assert_near, exact_copy
+from support.parts import whole
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -201,7 +202,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.needs_compiler
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *whole(True)])
 def test_training_with_inductor(dynamic):
     """Kernels that Inductor writes for the CPU run on memory of foo."""
     model = Attention().to("foo:1")

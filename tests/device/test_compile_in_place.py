@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.parts import whole
 
 import foo_ops
 from foo_ops import library
@@ -45,7 +46,7 @@ def append(cache, position, angle):
 
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize("function", [rotate, halve, both, attend, append])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [True, *whole(None)])
 def test_memory(function, dynamic):
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from support.exact import Doubles, exact_copy
+from support.parts import whole
 from support.transformer_models import GROUPED, VOCABULARY, decoder, tokens
 from support.transformer_models import build as build_model
 from torch import nn
@@ -155,7 +156,7 @@ def exactly(twin, input, tables):
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex", "ignore:Mismatch dtype")
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("layout", ["contiguous", *whole("transposed")])
 @pytest.mark.parametrize("name", MODULES)
 def test_dtypes(name, layout):
     for own, calls in cases(name, layout):

@@ -10,12 +10,17 @@ from support.exact import assert_near
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
-from support.quantized_files import in_4_bits, in_8_bits, write_checkpoint
-from transformers import AutoModelForCausalLM
+from support.quantized_files import (
+    in_4_bits,
+    in_8_bits,
+    load,
+    logits_of,
+    packed_layers,
+    write_checkpoint,
+)
 
 import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
-from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.testing.reference import numbers_of_table4
 
 KINDS = {
@@ -38,20 +43,6 @@ def checkpoint(request, tmp_path_factory):
     folder, bits = tmp_path_factory.mktemp("checkpoint"), 8 if request.param == "8 bits" else 4
     exact, tensors = write_checkpoint(folder, KINDS[request.param], described(bits))
     return folder, exact, tensors, bits
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def logits_of(model):
-    tokens = torch.arange(18).reshape(2, 9).to(model.lm_head.weight.device)
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-def packed_layers(model):
-    return {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
 
 
 def numbers_of(layer):

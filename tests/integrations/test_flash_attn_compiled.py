@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from support.flash_attn_exact import make
+from support.parts import whole
 
 from foo_ops.integrations import flash_attn
 
@@ -145,7 +146,8 @@ IN_ORDER = [("eager", name) for name in REFUSED]
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"), [*IN_ORDER, ("inductor", "padding"), ("inductor", "block that is read")]
+    ("backend", "name"),
+    [*IN_ORDER, *whole(("inductor", "padding"), ("inductor", "block that is read"))],
 )
 def test_what_a_graph_refuses_is_not_written(backend, name, device):
     """These backends write in program order, not at the end."""
@@ -170,6 +172,7 @@ def test_what_a_graph_refuses_is_not_written(backend, name, device):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("function", "arguments"), CALLS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_all_compile(function, arguments, dynamic, device):
     torch.compiler.reset()
     graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.exact import assert_near
+from support.parts import whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
@@ -127,7 +128,7 @@ def test_short_floats_on_foo(llama, dtype):
     assert_near(logits_of(model), logits_of(exact), roundings=64)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", *whole("Q6_K")])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_architectures(architecture, kind, tmp_path):
     """Qwen2 has biases, Qwen3 norms of heads."""
@@ -211,7 +212,7 @@ def test_dequantize_is_transformers_own(llama):
     assert_near(logits_of(model), logits_of(exact), roundings=64)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q6_K", *whole("Q4_0")])
 @pytest.mark.parametrize("device", ["cpu", "foo"])
 def test_architectures_that_transformers_keeps_in_blocks(device, kind, tmp_path):
     """Its own conversions reorder value heads, and one layer's inputs."""

@@ -9,6 +9,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
+from support.quantized_files import load, tokens
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from foo_ops.integrations.transformers import apply, left_alone, replaced
@@ -58,14 +59,6 @@ def checkpoint(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(described))
     exact.set_experts_implementation("eager")
     return folder, exact, tensors
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def tokens(count=9):
-    return torch.randint(50, (2, count), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])

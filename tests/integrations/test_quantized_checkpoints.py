@@ -19,13 +19,15 @@ from support.quantized_files import (
     fp8,
     gptq,
     int_quantized,
+    load,
+    logits_of,
     pack_quantized,
+    tokens,
     write_checkpoint,
     write_large,
 )
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     CompressedTensorsConfig,
     MixtralConfig,
     Qwen3MoeConfig,
@@ -166,20 +168,6 @@ def checkpoint(request, tmp_path_factory):
 
 def bits_of(tensor):
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def tokens(count=9):
-    return torch.randint(50, (2, count), generator=torch.Generator().manual_seed(0))
-
-
-def logits_of(model, count=9):
-    device = model.lm_head.weight.device
-    with torch.no_grad():
-        return model(tokens(count).to(device)).logits
 
 
 @pytest.mark.parametrize("is_applied", [False, True])

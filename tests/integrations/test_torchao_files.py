@@ -12,6 +12,9 @@ from support.exact import assert_near
 pytest.importorskip("transformers")
 from support.quantized_files import (
     SIZES,
+    load,
+    logits_of,
+    packed_layers,
     torchao_bytes,
     torchao_floats,
     torchao_pairs,
@@ -28,7 +31,6 @@ from foo_ops.integrations.transformers import (
     torchao,
 )
 from foo_ops.integrations.transformers.formats import UnreadableError
-from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.torchao import TorchAo
 from foo_ops.ops.linear_fp8 import dequantize_fp8
 
@@ -56,20 +58,6 @@ def checkpoint(request, tmp_path_factory):
     folder, (make_layer, bits) = tmp_path_factory.mktemp("checkpoint"), KINDS[request.param]
     exact, _ = write_checkpoint(folder, make_layer, described())
     return folder, exact, bits
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def logits_of(model):
-    tokens = torch.arange(18).reshape(2, 9).to(model.lm_head.weight.device)
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-def packed_layers(model):
-    return {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
 
 
 def numbers_of(layer):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.parts import whole
 
 from foo_ops import library, testing
 
@@ -300,7 +301,7 @@ def test_opcheck(requires_grad, device):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *whole(False)])
 def test_compiled(dynamic, device):
     def function(x, y):
         soft = torch.ops.foo_numba.soft(x * 2, y) + 1

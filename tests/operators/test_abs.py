@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies
+from support.parts import whole
 
 import foo_ops
 from foo_ops import library
@@ -336,6 +337,7 @@ def test_opcheck_of_variants(overload, device):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_compiled_variants(dynamic, device):
     def function(x, out):
         y = x * 2

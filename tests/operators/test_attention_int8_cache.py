@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.exact import assert_near
-from torch._subclasses import FakeTensorMode
+from support.refusals import assert_refused
 
 import foo_ops
 
@@ -109,16 +109,7 @@ WRONG = {
 def test_refusals(name):
     error, message, changes, shapes = WRONG[name]
     given = arguments(shapes, **changes)
-    message = rf"\A{re.escape(f'{NAME}: {message}')}\Z"
-    with pytest.raises(error, match=message):
-        foo_ops.attention_int8_cache(**given)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = {
-            key: mode.from_tensor(it) if isinstance(it, torch.Tensor) else it
-            for key, it in given.items()
-        }
-        with pytest.raises(error, match=message):
-            foo_ops.attention_int8_cache(**fake)
+    assert_refused(foo_ops.attention_int8_cache, error, f"{NAME}: {message}", given)
 
 
 @pytest.mark.parametrize(

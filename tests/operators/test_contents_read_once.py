@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from support.parts import whole
 from support.processes import python
 
 from foo_ops import library
@@ -188,6 +189,7 @@ def test_flex_attention_while_another_thread_rewrites_its_lists_of_blocks(device
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_attention_varlen_while_another_thread_rewrites_its_lengths_and_blocks(device):
     """An operator that read the tensors twice crashed here within seconds."""
     result = python(PROGRAM, device)

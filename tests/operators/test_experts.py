@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from support.exact import assert_near
-from torch._subclasses.fake_tensor import FakeTensorMode
+from support.refusals import assert_refused
 
 import foo_ops
 from foo_ops.testing import (
@@ -42,19 +42,6 @@ def arguments(**changed):
         "down_bias": random(EXPERTS, DEPTH),
     }
     return given | changed
-
-
-def refused(function, kind, message, given):
-    """Check that eager and fake calls raise the same."""
-    with pytest.raises(kind, match=re.escape(message)):
-        function(**given)
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fakes = {
-            name: mode.from_tensor(it) if isinstance(it, torch.Tensor) else it
-            for name, it in given.items()
-        }
-        with pytest.raises(kind, match=re.escape(message)):
-            function(**fakes)
 
 
 ERRORS = [
@@ -93,12 +80,12 @@ ERRORS = [
 
 @pytest.mark.parametrize(("name", "value", "kind", "message"), ERRORS)
 def test_errors(name, value, kind, message):
-    refused(foo_ops.moe_experts, kind, f"moe_experts: {message}", arguments(**{name: value}))
+    assert_refused(foo_ops.moe_experts, kind, f"moe_experts: {message}", arguments(**{name: value}))
 
 
 def test_alpha_is_of_silu():
     given = arguments(activation="gelu", alpha=1.5)
-    refused(
+    assert_refused(
         foo_ops.moe_experts, ValueError, "moe_experts: alpha must be 1 for gelu, got 1.5", given
     )
 

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import whole
 
 import foo_ops
 from foo_ops import library
@@ -238,7 +239,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_transform(device, name, transform, capfd):
     shape, ours, theirs = OPERATORS[name]
     if (device, name) == ("cpu", "scaled_dot_product_attention"):

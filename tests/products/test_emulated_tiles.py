@@ -67,14 +67,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", sys.argv[1]]))
 )
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        "attention",
-        pytest.param("attention_varlen", marks=pytest.mark.whole),
-        pytest.param("linear", marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("operator", ["attention", "attention_varlen", "linear"])
 def test_operators(tmp_path, operator):
     process = python(OPERATORS, f"foo::{operator}", FOO_CACHE_DIR=str(tmp_path))
     assert (process.stdout, process.stderr) == (f"foo::{operator}\n", "")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 from rich.console import Console
+from support.parts import whole
 from support.processes import module, python
 
 from foo_ops.demo import __main__ as demo
@@ -161,7 +162,7 @@ def test_every_device_trains_with_all_operators(setup, small, tmp_path, capsys):
     assert ("Speed:" in output) == (setup != setup.baseline())
 
 
-@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_compiled_training_gives_the_same_losses(device, corpus):
     compiled = Setup(device, "foo", compiled=True)
     assert str(compiled) == f"torch.ops.foo on {device}, compiled"
@@ -169,6 +170,7 @@ def test_compiled_training_gives_the_same_losses(device, corpus):
     assert losses(corpus, compiled, seed=0, steps=3) == pytest.approx(expected, rel=ROUNDING)
 
 
+@pytest.mark.whole
 def test_compile_option_compiles(small, tmp_path, capsys):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -179,7 +181,7 @@ def test_compile_option_compiles(small, tmp_path, capsys):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", [*whole(*SETUPS[:2]), SETUPS[2], *whole(SETUPS[3])], ids=str)
 def test_a_seed_fixes_the_losses(setup, corpus):
     first = losses(corpus, setup, seed=3, steps=3, config=GPTConfig())
     assert losses(corpus, setup, seed=3, steps=3, config=GPTConfig()) == first

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.parts import whole
 from support.processes import python
 
 import foo_ops.integrations.transformers  # noqa: F401  # makes "foo" known
@@ -57,7 +58,7 @@ def has_onnx_runtime(device):
 
 
 @needs_model
-@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_embeddings(embeddings, device, capsys):
     embeddings.main(["--passages", "20", "--rounds", "1", "--device", device])
     output = capsys.readouterr().out

@@ -7,6 +7,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from foo_ops.integrations.transformers.packed import FooPackedLinear
+
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -255,6 +257,27 @@ def write_folder(folder, config, tensors, described):
         "quantization_config": described,
     }
     (folder / "config.json").write_text(json.dumps(described))
+
+
+# ---------------------------------------------------------------------------- models of checkpoints
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def tokens(count=9):
+    return torch.randint(50, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+def logits_of(model, count=9):
+    device = model.lm_head.weight.device
+    with torch.no_grad():
+        return model(tokens(count).to(device)).logits
+
+
+def packed_layers(model):
+    return {name: it for name, it in model.named_modules() if isinstance(it, FooPackedLinear)}
 
 
 # ------------------------------------------------------------------------------------- bitsandbytes

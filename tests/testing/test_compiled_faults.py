@@ -37,6 +37,7 @@ def writing_spec(kernel=times_ten):
     return spec_of(operator, reference=lambda x: x * 10, sized=sized, **options)
 
 
+@pytest.mark.whole
 def test_a_known_fault_of_pytorch_is_named_and_not_counted():
     """When PyTorch fixes the fault, the version range in KNOWN_FAULTS ends."""
     assert compilation.reads_a_clone_elsewhere()

@@ -61,6 +61,7 @@ def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
     assert f"{out} must be a file of device foo to be resumed, got cpu" in result.stderr
 
 
+@pytest.mark.whole
 def test_another_device_runs_without_foo(tmp_path):
     """foo would take torch's only key for third-party devices."""
     (tmp_path / "no_foo.py").write_text(
@@ -76,6 +77,7 @@ def test_another_device_runs_without_foo(tmp_path):
     assert result.returncode == 0, result.stderr + result.stdout
 
 
+@pytest.mark.whole
 def test_interrupted_in_a_case(tmp_path):
     """Ctrl-C reaches all processes of a terminal; the interrupted case is not a crash."""
     out, begun = tmp_path / "scores.json", tmp_path / "begun"
@@ -103,6 +105,7 @@ def test_interrupted_in_a_case(tmp_path):
     assert json.loads(out.read_text())["cases"] == of_before | {"operators/acos/float64": None}
 
 
+@pytest.mark.whole
 def test_a_worker_that_ended_between_two_cases():
     worker = Worker("cpu", [])
     worker.cases()

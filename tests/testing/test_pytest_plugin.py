@@ -7,6 +7,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from support.parts import whole
 from support.processes import ENVIRONMENT, module, python
 
 import foo_ops
@@ -161,7 +162,7 @@ def test_what_is_wrong_is_said(run):
     assert "foo_ops/testing/checks/" not in process.stdout
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+@pytest.mark.parametrize("workers", [[], *whole(["-n", "2"])], ids=["one process", "two workers"])
 def test_slowest_operators_are_listed(run, workers):
     process = run(RIGHT, "-k", "cpu and values", "--durations=1", *workers)
     (line,) = re.findall(r"=+ slowest 1 operators =+\n+(.*)\n", process.stdout)

@@ -121,6 +121,32 @@ def _make_block_computer() -> tuple[Callable, Callable]:
     return advance, multiply
 
 
+def _make_parts_beside_blocks(add_part: Callable, WIDTH: int, PART: int) -> Callable:
+    """Make the function that computes a panel in parts, and begins blocks of products between them.
+
+    ``compute(panel, place, start, columns, seen, work)`` calls ``add_part(panel, column, key,
+    stop)`` for each ``WIDTH`` columns from ``start`` on and each ``PART`` of the keys that are
+    seen, and computes all blocks of ``work``. Any ``place`` will do before the first block.
+    """
+    advance, multiply = _make_block_computer()
+
+    @njit
+    def compute(panel, place, start, columns, seen, work):
+        parts = columns // WIDTH * ((seen + PART - 1) // PART)
+        part, begun, stride = 0, 0, TILE_STRIDE
+        for column in range(start, start + columns, WIDTH):
+            for key in range(0, seen, PART):
+                part += 1
+                due = blocks_due(work, part, parts)
+                for number in range(begun, due):
+                    place, stride = advance(work, number, place, stride)
+                begun = due
+                add_part(panel, column, key, min(key + PART, seen))
+        multiply(work, begun, place, stride)
+
+    return compute
+
+
 @functools.cache
 def _make_next_seen(dtype: str, dim_name: str, MULTIPLE: int) -> Callable:
     """Make the function that finds the next panel of which a query sees a key.
@@ -164,7 +190,7 @@ def make_pipelined_forward(dtype: str) -> Callable:
     (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
     next_seen, hide = _make_next_seen(dtype, "value_dim", 1), make_mask(dtype)
     update_maxima, add_weights, pad_weights = make_softmax_by_parts(dtype)
-    rescale, (advance, multiply) = make_rescale(dtype), _make_block_computer()
+    rescale, (_, multiply) = make_rescale(dtype), _make_block_computer()
 
     @njit
     def scores_of(parameters, memory, keys, target, start, columns, seen, head_width):
@@ -183,21 +209,11 @@ def make_pipelined_forward(dtype: str) -> Callable:
         )  # fmt: skip
 
     @njit
-    def exponentials(parameters, target, largest, total, columns, seen, work):
-        """Turn a panel's scores into weights, beside the work of the matrix unit."""
-        parts = columns // LANES * ((seen + FORWARD_PART - 1) // FORWARD_PART)
-        part, begun, place, stride = 0, 0, target, TILE_STRIDE
-        for column in range(0, columns, LANES):
-            for key in range(0, seen, FORWARD_PART):
-                part += 1
-                due = blocks_due(work, part, parts)
-                for number in range(begun, due):
-                    place, stride = advance(work, number, place, stride)
-                begun = due
-                stop = min(key + FORWARD_PART, seen)
-                add_weights(parameters, target, largest, total, column, key, stop)
-        pad_weights(target, columns, seen)
-        multiply(work, begun, place, stride)
+    def add_part(panel, column, key, stop):
+        parameters, target, largest, total = panel
+        add_weights(parameters, target, largest, total, column, key, stop)
+
+    exponentials = _make_parts_beside_blocks(add_part, LANES, FORWARD_PART)
 
     @njit
     def add_tile(
@@ -234,7 +250,9 @@ def make_pipelined_forward(dtype: str) -> Callable:
                 parameters, memory, keys, other, following, next_columns, next_count, head_width
             )
             # The weights of the panel before lie where the next scores go.
-            exponentials(parameters, target, largest, total, some, seen, (sums, scores, none))
+            panel = (parameters, target, largest, total)
+            exponentials(panel, target, 0, some, seen, (sums, scores, none))
+            pad_weights(target, some, seen)
             sums = sums_of(
                 parameters, memory, transposed_values, target, start, some, seen, value_width,
                 has_sums,
@@ -258,7 +276,7 @@ def make_pipelined_backward(dtype: str) -> Callable:
     (_, panel_of), steps = make_panel_packer(dtype), make_step_counter(dtype)
     next_seen, hide = _make_next_seen(dtype, "head_dim", TILE_MULTIPLE), make_mask(dtype)
     weight_matrices, pad_pairs = make_weight_matrices(dtype)
-    advance, multiply = _make_block_computer()
+    _, multiply = _make_block_computer()
 
     @njit
     def product_of(target, keys, packed, start, columns, seen, dim, width):
@@ -276,21 +294,11 @@ def make_pipelined_backward(dtype: str) -> Callable:
         )  # fmt: skip
 
     @njit
-    def matrices(parameters, memory, start, columns, seen, work):
-        """Turn a panel's scores into matrices, beside the work of the matrix unit."""
-        parts = columns // (2 * LANES) * ((seen + BACKWARD_PART - 1) // BACKWARD_PART)
-        part, begun, place, stride = 0, 0, memory.weights, TILE_STRIDE
-        pad_pairs(memory, start, columns, seen)
-        for column in range(start, start + columns, 2 * LANES):
-            for key in range(0, seen, BACKWARD_PART):
-                part += 1
-                due = blocks_due(work, part, parts)
-                for number in range(begun, due):
-                    place, stride = advance(work, number, place, stride)
-                begun = due
-                stop = min(key + BACKWARD_PART, seen)
-                weight_matrices(parameters, memory, column, key, stop)
-        multiply(work, begun, place, stride)
+    def add_part(panel, column, key, stop):
+        parameters, memory = panel
+        weight_matrices(parameters, memory, column, key, stop)
+
+    matrices = _make_parts_beside_blocks(add_part, 2 * LANES, BACKWARD_PART)
 
     @njit
     def add_tile(
@@ -321,7 +329,8 @@ def make_pipelined_backward(dtype: str) -> Callable:
                     piece, shift(memory.row_facts, start), shift(memory.weights, start),
                     first_query, queries, key_start, some, seen,
                 )  # fmt: skip
-                matrices(parameters, memory, start, some, seen, work)
+                pad_pairs(memory, start, some, seen)
+                matrices((parameters, memory), memory.weights, start, some, seen, work)
                 sums = sums_of(
                     parameters, memory, transposed_keys, start, some, seen, key_width, has_sums
                 )

@@ -18,6 +18,7 @@ from support.attention_dropout import (
     with_unit_value,
 )
 from support.exact import assert_near
+from support.parts import whole
 from torch.utils.checkpoint import checkpoint
 
 import foo_ops
@@ -303,6 +304,7 @@ def test_checkpoint_computes_the_same_again(device):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_compiled(device):
     """A graph's forward and backward share a mask, which is not compiled in as a constant."""
     backend = "inductor" if device == "cpu" else "aot_eager"

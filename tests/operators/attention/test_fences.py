@@ -222,6 +222,7 @@ def test_no_part_of_scratch_memory_is_too_small(dtype, environment):
     assert called.split() == sorted((*EVERY_KERNEL, *dropout_mask))
 
 
+@pytest.mark.whole
 def test_a_part_that_is_too_small_would_be_noticed(tmp_path):
     *broken, _ = lines(tmp_path, "float32", "forward,QUERY_BLOCK,1")
     assert any(line.startswith("attention_merge behind largest") for line in broken)

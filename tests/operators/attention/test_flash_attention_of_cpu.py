@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import whole
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -108,7 +109,7 @@ def strides(tensors, is_causal):
     return [(result.shape, result.stride(), result.dtype) for result in results]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *whole(False)])
 def test_compiled(dynamic):
     @torch.compile(fullgraph=True, dynamic=dynamic)
     def attend(query, key, value):

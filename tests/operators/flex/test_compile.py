@@ -143,6 +143,7 @@ def test_objects_that_are_made_before_a_call_and_change_behind_it(device):
     assert is_ready
 
 
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_block_masks(device):
     torch._dynamo.reset()
 
@@ -159,6 +160,7 @@ def test_block_masks(device):
         torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_numbers_that_change(device):
     torch._dynamo.reset()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.flex_exact import Tensors, assert_results, cotangents_of, exact_of, qkv, results_of
 from support.flex_variants import BATCH, HEADS, KEYS, QUERIES, SIZES, VARIANTS
+from support.parts import whole
 from support.processes import python, run
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -52,6 +53,7 @@ SUMS = {"apart": 600, "beyond the room": 2**21 + 3}
 
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("index", ["nothing", "batch", "head", "both"])
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_gradients_of_captured_tensors_on_threads(index, sums, device):
     """Batch rows and heads all add to elements that are shared by them."""
     sizes = (2, 4, 200, 300)
@@ -166,6 +168,7 @@ assert files() == first, files() - first
 """
 
 
+@pytest.mark.parametrize("device", ["foo", *whole("cpu")])
 def test_one_compile_for_a_function(device, tmp_path):
     """New numbers, tensors, lengths, or a redefinition of the function compile nothing."""
     run(COMPILES, tmp_path, device)
