@@ -22,7 +22,8 @@ from foo_ops.ops.linear import linear, product_flops
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
-# Rows whose largest magnitude is smaller are rounded to zeros (foo_ops/kernels/simd/narrow.py).
+# Rows whose largest magnitude is smaller are rounded to zeros: see
+# foo_ops/kernels/simd/fixed_point.py.
 SMALLEST_ROUNDED = 2.0**-100
 # Rows that are converted to float64 at a time.
 ROWS = 256

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from foo_ops.kernels.simd import narrow
-from foo_ops.kernels.simd.memory import load, pointer_to, store
-from foo_ops.kernels.simd.narrow import (
+from foo_ops.kernels.simd import fixed_point, narrow
+from foo_ops.kernels.simd.fixed_point import (
     FLOAT4,
     INT4,
     half_power,
@@ -17,6 +16,7 @@ from foo_ops.kernels.simd.narrow import (
     store_digits,
     tile_dot_codes,
 )
+from foo_ops.kernels.simd.memory import load, pointer_to, store
 from foo_ops.kernels.simd.register_tiles import tile_store_sums, tile_zero
 from foo_ops.kernels.simd.types import lanes_of
 
@@ -31,11 +31,12 @@ INSTRUCTIONS = ("of the processor", "pairs of products", "one by one")
 def size(request, monkeypatch):
     """Provide a digit's bytes, with this processor's instructions and with those of others."""
     if request.param != INSTRUCTIONS[0]:
-        monkeypatch.setattr(narrow, "has_byte_dot", lambda lanes: False)
-        monkeypatch.setattr(narrow, "has_byte_shuffle", lambda size: False)
+        for module in (narrow, fixed_point):
+            monkeypatch.setattr(module, "has_byte_dot", lambda lanes: False)
+        monkeypatch.setattr(fixed_point, "has_byte_shuffle", lambda size: False)
     if request.param == INSTRUCTIONS[2]:
         monkeypatch.setattr(narrow, "has_integer_dot", lambda lanes: False)
-    return 1 if narrow.has_byte_dot(LANES) else 2
+    return 1 if fixed_point.has_byte_dot(LANES) else 2
 
 
 def split(integers, bits, size):

@@ -58,6 +58,20 @@ from foo_ops.kernels.products.on_amx import (
 )
 from foo_ops.kernels.products.on_vectors import make_sum
 from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.fixed_point import (
+    BYTE,
+    CODE_BITS,
+    INT4,
+    LANE_BYTES,
+    SMALLEST_ROUNDED,
+    bits_of_float,
+    larger_magnitudes,
+    largest_lane,
+    scale_of_bytes,
+    split_codes,
+    store_bytes,
+    sum_of_lanes,
+)
 from foo_ops.kernels.simd.memory import (
     address_of,
     load,
@@ -69,24 +83,7 @@ from foo_ops.kernels.simd.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.simd.narrow import (
-    BYTE,
-    BYTE_OFFSET,
-    CODE_BITS,
-    INT4,
-    LANE_BYTES,
-    QUADS,
-    SMALLEST_ROUNDED,
-    UNSIGNED_QUADS,
-    bits_of_float,
-    larger_magnitudes,
-    largest_lane,
-    scale_of_bytes,
-    split_codes,
-    store_bytes,
-    subtract_offsets,
-    sum_of_lanes,
-)
+from foo_ops.kernels.simd.narrow import BYTE_OFFSET, QUADS, UNSIGNED_QUADS, subtract_offsets
 from foo_ops.kernels.simd.register_tiles import (
     tile_add,
     tile_add_scaled,

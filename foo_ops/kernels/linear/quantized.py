@@ -37,18 +37,7 @@ from foo_ops.kernels.linear.product import (
 )
 from foo_ops.kernels.products.on_amx import GROUP
 from foo_ops.kernels.simd.arithmetic import splat
-from foo_ops.kernels.simd.memory import (
-    address_of,
-    load,
-    load_first,
-    load_vector,
-    pointer_to,
-    prefetch,
-    prefetch_vectors,
-    shift,
-    store,
-)
-from foo_ops.kernels.simd.narrow import (
+from foo_ops.kernels.simd.fixed_point import (
     FLOAT4,
     FLOAT4_ZERO,
     INT4,
@@ -72,6 +61,17 @@ from foo_ops.kernels.simd.narrow import (
     unpack_float4,
     unpack_int4,
     unpack_table4,
+)
+from foo_ops.kernels.simd.memory import (
+    address_of,
+    load,
+    load_first,
+    load_vector,
+    pointer_to,
+    prefetch,
+    prefetch_vectors,
+    shift,
+    store,
 )
 from foo_ops.kernels.simd.register_tiles import (
     tile_dot,
@@ -97,9 +97,9 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 #
 # where only the first sum is computed for each column: the sums of the left row's groups are
 # computed once. A group of the left row is converted to integers times a scale, so that products
-# are of integers (`foo_ops.kernels.simd.narrow`): a vector multiplies as many bytes of weights as
-# it has. For rows of float64 these integers are too short: weights are converted to numbers. Rows
-# that are to be rounded to 8 bits have shorter integers (foo_ops/kernels/linear/integer.py).
+# are of integers (`foo_ops.kernels.simd.fixed_point`): a vector multiplies as many bytes of weights
+# as it has. For rows of float64 these integers are too short: weights are converted to numbers.
+# Rows that are to be rounded to 8 bits have shorter integers (foo_ops/kernels/linear/integer.py).
 #
 # The numbers of a table are looked up in registers, and multiplied with the row as it is.
 
