@@ -780,11 +780,15 @@ class Autocast(NamedTuple):
 
     Attributes:
         dtype: other than autocast's own.
-        uncast: names of arguments that stay as they are.
+        uncast: names of arguments that stay as they are, or a function that returns them.
     """
 
     dtype: torch.dtype | None
-    uncast: tuple[str, ...]
+    uncast: Sequence[str] | Callable[..., Sequence[str]]
+
+    def uncast_in(self, *inputs: Any, **keywords: Any) -> Sequence[str]:
+        """Return the names of a call's arguments that stay as they are."""
+        return self.uncast(*inputs, **keywords) if callable(self.uncast) else self.uncast
 
 
 AUTOCASTS: dict[str, dict[str, Autocast]] = {}
@@ -797,7 +801,7 @@ def register_autocast(
     cast_inputs: torch.dtype | None = None,
     /,
     *,
-    uncast: Sequence[str] = (),
+    uncast: Sequence[str] | Callable[..., Sequence[str]] = (),
     lib: torch.library.Library | None = None,
 ) -> None:
     """Register autocast as torch.library does, for operators with keyword arguments, too.
@@ -808,7 +812,8 @@ def register_autocast(
         op: the operator.
         device_type: cpu, foo, or another that has autocast. By default, both cpu and foo.
         cast_inputs: the dtype to cast to. By default, that of autocast, as for matrix products.
-        uncast: the names of arguments that stay as they are, such as scales of float32.
+        uncast: the names of arguments that stay as they are, such as scales of float32; or a
+            function of the operator's arguments that returns them.
         lib: the registration ends with this library; by default, with the process.
 
     Raises:
@@ -826,12 +831,12 @@ def register_autocast(
     """
     operator = find(op)
     names = [it.name for it in operator._schema.arguments]
-    for name in uncast:
+    for name in () if callable(uncast) else uncast:
         if name not in names:
             raise ValueError(
                 f"register_autocast: uncast must have arguments of {operator.name()}, got {name}"
             )
-    rule = Autocast(cast_inputs, tuple(uncast))
+    rule = Autocast(cast_inputs, uncast)
     for type_ in ("cpu", "foo") if device_type is None else (device_type,):
         if not is_autocast_available(type_):
             raise ValueError(f"Device type '{type_}' does not support autocast.")
@@ -860,9 +865,10 @@ def _autocast_kernel(
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
         to = rule.dtype or torch.get_autocast_dtype(device_type)
+        uncast = rule.uncast_in(*inputs, **keywords)
 
         def cast(name: str, argument: Any) -> Any:
-            return argument if name in rule.uncast else _cast(argument, device_type, to)
+            return argument if name in uncast else _cast(argument, device_type, to)
 
         with ExcludeDispatchKeyGuard(excluded):
             return operator(

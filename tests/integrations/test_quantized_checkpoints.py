@@ -443,6 +443,34 @@ def test_experts(kind, tmp_path):
     assert_near(logits_of(again), expected, roundings=64)
 
 
+@pytest.mark.parametrize("kind", ["awq", "gptq, 8 bits", "fp8", "compressed, FP8"])
+def test_experts_of_other_dtypes(kind, tmp_path):
+    """Models are converted, run under autocast, and have norms of float32 beside their experts."""
+    write_checkpoint(tmp_path, *MIXTURES[kind])
+    model = load(tmp_path, dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    scale = experts.gate_up_proj_scale.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bool(logits_of(model).isfinite().all())
+    model.bfloat16()
+    is_float = "fp8" in kind.lower()
+    expected = scale if is_float else scale.bfloat16()
+    assert experts.gate_up_proj_scale.dtype == expected.dtype
+    assert torch.equal(experts.gate_up_proj_scale, expected)
+    hidden, index = torch.randn(3, 64), torch.tensor([[0, 1], [2, 3], [1, 3]])
+    weights = torch.rand(3, 2)
+    found = experts(hidden.bfloat16(), index, weights.bfloat16())
+    assert found.dtype == torch.bfloat16
+    wide = experts(hidden, index, weights)
+    assert wide.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(hidden, index, weights).dtype == torch.bfloat16
+    torch.testing.assert_close(wide, found.float(), rtol=0.05, atol=0.05)
+    # The other way round, FP8's scales are of the dtype in which sums are kept.
+    assert bool(logits_of(model.double()).isfinite().all())
+    assert experts.gate_up_proj_scale.dtype == torch.float64
+
+
 def without(folder, ending):
     """Leave tensors out of a file."""
     tensors = load_file(folder / "model.safetensors")

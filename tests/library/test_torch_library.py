@@ -282,6 +282,25 @@ def test_autocast_leaves_arguments_as_they_are(lib, device):
         library.register_autocast(operator, uncast=("factor",), lib=lib)
 
 
+def test_autocast_asks_a_function_which_arguments_stay(lib):
+    lib.define("scaled(Tensor x, Tensor scale) -> Tensor")
+    operator, seen = call(lib, "scaled"), []
+
+    def scaled(x, scale):
+        seen.append((x.dtype, scale.dtype))
+        return x * scale.to(x.dtype)
+
+    def uncast(x, scale):
+        return ["scale"] if len(scale) == 3 else []
+
+    library.impl(f"{lib.ns}::scaled", "CPU", scaled, lib=lib)
+    library.register_autocast(operator, uncast=uncast, lib=lib)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        operator(torch.ones(3), torch.ones(3))
+        operator(torch.ones(3), scale=torch.ones(1))
+    assert seen == [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+
+
 def test_autocast_of_a_device_that_has_none(lib):
     operator, _ = times(lib)
     with pytest.raises(ValueError, match="Device type 'meta' does not support autocast"):

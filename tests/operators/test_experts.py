@@ -12,6 +12,7 @@ from support.exact import assert_near
 from support.refusals import assert_refused
 
 import foo_ops
+from foo_ops.ops.linear_fp8 import codes_of
 from foo_ops.testing import (
     GROUPED_LINEAR,
     MOE_EXPERTS,
@@ -218,6 +219,37 @@ def test_weights_of_few_bits(tokens, bits, group_size, dtype, device):
     gradients = torch.autograd.grad(output, leaves, grad.to(device, dtype))
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, exact, grad)):
         assert_near(ours, theirs, roundings=256)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 32), (4, 32), (MXFP4, None), (FP8, 32)])
+def test_autocast_of_few_bits(bits, group_size, device):
+    """Scales of integers are cast as other tensors, and those of FP8 keep their bits."""
+    hidden, weight, gate_up, down = random(
+        "autocast", (5, 64), (5, 2), (4, 64, 64), (4, 64, 32), dtype=torch.float32
+    )
+    index = torch.arange(10).view(5, 2) % 4
+    parts = [quantized(it, bits, group_size)[0] for it in (gate_up, down)]
+    given = [None if it is None else it.to(device) for part in parts for it in part]
+    tokens = (hidden.to(device), index.to(device), weight.to(device))
+    with torch.autocast(device, torch.bfloat16):
+        output = foo_ops.moe_experts_quantized(*tokens, *given)
+        by_name = torch.ops.foo.moe_experts_quantized(
+            *tokens,
+            gate_up=codes_of(given[0]),
+            **dict(zip(("gate_up_scale", "gate_up_zero"), given[1:3])),
+            down=codes_of(given[3]),
+            **dict(zip(("down_scale", "down_zero"), given[4:])),
+        )
+    assert output.dtype == torch.bfloat16
+    cast = [
+        it.bfloat16() if it is not None and it.dtype == torch.float32 and bits != FP8 else it
+        for it in given
+    ]
+    hidden, index, weight = tokens
+    expected = foo_ops.moe_experts_quantized(hidden.bfloat16(), index, weight.bfloat16(), *cast)
+    assert torch.equal(output, expected)
+    assert torch.equal(by_name, expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

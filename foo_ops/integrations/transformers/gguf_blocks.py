@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from foo_ops.integrations.transformers.packed import Integers
-from foo_ops.integrations.transformers.repacking import read_q4_k, read_rounded
+from foo_ops.integrations.transformers.repacking import (
+    read_groups,
+    read_q4_k,
+    read_q5_k,
+    read_q6_k,
+)
 from foo_ops.ops.linear_quantized import to_int8
 
 GROUP_SIZE = 32
@@ -41,24 +46,31 @@ def integers_of(
     Args:
         release: called with rows that have been converted.
     """
-    read, size = EXACT.get(kind) or ROUNDED.get(kind), block_of(kind)[1]
-    whole: list[Tensor] = []
+    integers = empty_integers(rows, kind, dtype)
     step = max(1, BYTES // rows.shape[1])
-    for some in rows.split(step):
-        found = read(some.unflatten(1, (-1, size)), dtype) if read else nearest(some, kind, dtype)
-        part = [it for it in found if it is not None]
-        if not whole:
-            whole = [it.new_empty((len(rows), *it.shape[1:])) for it in part]
-            places = zip(*(it.split(step) for it in whole))
-        for tensor, numbers in zip(next(places), part):
-            tensor.copy_(numbers)
+    parts = [it.split(step) for it in integers if it is not None]
+    for some, *into in zip(rows.split(step), *parts):
+        if kind in WRITERS:
+            WRITERS[kind](some.unflatten(1, (-1, block_of(kind)[1])), *into)
+        else:
+            write_nearest(some, kind, *into)
         release(some)
-    integers = Integers(*(it.flatten(1) for it in whole))
     if kind in ZEROS:
         # One row of zeros serves all rows.
         zero = torch.full_like(integers.scale[:1], ZEROS[kind]).expand_as(integers.scale)
         return integers._replace(zero=zero)
     return integers
+
+
+def empty_integers(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
+    """Return tensors for a matrix; those of zeros only if groups have zeros of their own."""
+    weights, size = block_of(kind)
+    height, columns = len(rows), rows.shape[1] // size * weights
+    scale = rows.new_empty((height, columns // GROUP_SIZE), dtype=dtype)
+    if kind in FOUR_BITS:
+        zero = None if kind in ZEROS else torch.empty_like(scale)
+        return Integers(rows.new_empty((height, columns // 2)), scale, zero)
+    return Integers(rows.new_empty((height, columns), dtype=torch.int8), scale)
 
 
 def block_of(kind: str) -> tuple[int, int]:
@@ -83,66 +95,36 @@ def halves(blocks: Tensor, start: int) -> Tensor:
 # ------------------------------------------------------------------------------------------ layouts
 
 
-# Integers may be (N, blocks, bytes), so that those of a file are copied once.
+# Each writes the integers and the scales of some rows, and zeros if their kind has them.
 
 
-def q4_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    """(integer - 8) * scale; the integers lie as in foo's groups of 32."""
-    return Integers(blocks[..., 2:], halves(blocks, 0).to(dtype))
-
-
-def q4_1(blocks: Tensor, dtype: torch.dtype) -> Integers:
+def write_q4_1(blocks: Tensor, integers: Tensor, scale: Tensor, zero: Tensor) -> None:
     """integer * scale + minimum."""
-    return with_minimum(blocks[..., 4:].contiguous(), halves(blocks, 0), -halves(blocks, 2), dtype)
-
-
-def q4_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    """integer * scale - minimum, with 8 groups in a block."""
-    return Integers(*read_q4_k(blocks, dtype))
-
-
-def q5_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    return Integers(*read_rounded("q5_k", blocks, dtype))
-
-
-def q6_k(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    return Integers(*read_rounded("q6_k", blocks, dtype))
-
-
-def with_minimum(groups: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Integers:
-    """Return integers whose weights are integer * scale - minimum.
-
-    Args:
-        groups: (N, groups, 16) uint8, packed; may be written to.
-        scale, minimum: (N, groups).
-    """
-    scale = scale.to(dtype)
-    zero = (minimum / scale).to(dtype)
+    groups, minimum = integers.unflatten(1, (-1, GROUP_SIZE // 2)), -halves(blocks, 2)
+    groups.copy_(blocks[..., 4:])
+    scale.copy_(halves(blocks, 0))
+    torch.div(minimum, scale, out=zero)
     # Equal weights have no scale, and one that dtype cannot divide by is far below the minimum.
     is_flat = zero.isfinite().logical_not_()
     if is_flat.any():
-        scale = torch.where(is_flat, minimum.masked_fill(minimum == 0, 1).to(dtype), scale)
-        zero = torch.where(is_flat, (minimum != 0).to(dtype), zero)
+        scale[is_flat] = minimum.masked_fill(minimum == 0, 1).to(scale.dtype)[is_flat]
+        zero[is_flat] = (minimum != 0).to(zero.dtype)[is_flat]
         groups[is_flat] = 0
-    return Integers(groups.flatten(1), scale, zero)
 
 
-def q8_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
-    """integer * scale."""
-    return Integers(blocks[..., 2:].view(torch.int8), halves(blocks, 0).to(dtype))
-
-
-def q5_0(blocks: Tensor, dtype: torch.dtype) -> Integers:
+def write_q5_0(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
     """(integer - 16) * scale, with the fifth bits of 32 integers in a word."""
     fifth = blocks[..., 2:6, None] >> torch.arange(8, device=blocks.device) & 1
-    integers = elements(blocks[..., 6:]) | fifth.flatten(-2) << 4
-    return Integers((integers.to(torch.int8) - 16).flatten(1), halves(blocks, 0).to(dtype))
+    found = elements(blocks[..., 6:]) | fifth.flatten(-2) << 4
+    torch.sub(found.to(torch.int8), 16, out=integers.unflatten(1, (-1, GROUP_SIZE)))
+    scale.copy_(halves(blocks, 0))
 
 
-def iq4_nl(blocks: Tensor, dtype: torch.dtype) -> Integers:
+def write_iq4_nl(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
     """number * scale, with codes for 16 numbers."""
     numbers = CODES.to(blocks.device)[elements(blocks[..., 2:]).long()]
-    return Integers(numbers.flatten(1), halves(blocks, 0).to(dtype))
+    integers.copy_(numbers.flatten(1))
+    scale.copy_(halves(blocks, 0))
 
 
 def elements(bytes: Tensor) -> Tensor:
@@ -150,24 +132,27 @@ def elements(bytes: Tensor) -> Tensor:
     return torch.cat((bytes & 15, bytes >> 4), -1)
 
 
-EXACT: dict[str, Callable[[Tensor, torch.dtype], Integers]] = {
-    "Q4_0": q4_0,
-    "Q4_1": q4_1,
-    "Q4_K": q4_k,
-    "Q5_0": q5_0,
-    "Q8_0": q8_0,
-    "IQ4_NL": iq4_nl,
+EXACT: dict[str, Callable[..., None]] = {
+    "Q4_0": read_groups,
+    "Q4_1": write_q4_1,
+    "Q4_K": read_q4_k,
+    "Q5_0": write_q5_0,
+    "Q8_0": read_groups,
+    "IQ4_NL": write_iq4_nl,
 }
 """Kinds whose integers stay as they are. Scales, and minima over scales, are rounded to a dtype."""
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+"""Kinds with integers of 4 bits; others have 8."""
 ZEROS = {"Q4_0": 8}
-"""Kinds with the same zero for all groups."""
-ROUNDED: dict[str, Callable[[Tensor, torch.dtype], Integers]] = {"Q5_K": q5_k, "Q6_K": q6_k}
-"""Kinds with kernels that round to the nearest of 8 bits."""
+"""Kinds with the same zero for all groups: weights are (integer - 8) * scale."""
+WRITERS: dict[str, Callable[..., None]] = {**EXACT, "Q5_K": read_q5_k, "Q6_K": read_q6_k}
+"""Kinds with functions of their own; those of 5 and 6 bits round to the nearest of 8 bits."""
 
 
-def nearest(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
+def write_nearest(rows: Tensor, kind: str, integers: Tensor, scale: Tensor) -> None:
     """Round to integers of 8 bits, in groups of 32."""
     from gguf import GGMLQuantizationType, dequantize
 
     numbers = torch.from_numpy(dequantize(rows.cpu().numpy(), GGMLQuantizationType[kind]))
-    return Integers(*(it.to(rows.device) for it in to_int8(numbers.double(), dtype, GROUP_SIZE)))
+    for tensor, found in zip((integers, scale), to_int8(numbers.double(), scale.dtype, GROUP_SIZE)):
+        tensor.copy_(found)

@@ -9,6 +9,8 @@ import re
 
 from torch import Tensor
 
+LIBRARY = ctypes.CDLL(None)
+"""The C library. Python makes classes for each object of this kind."""
 PAGE_OUT = 21
 """Linux's MADV_PAGEOUT, which Python does not name; earlier kernels than 5.4 ignore it."""
 MAPS = "/proc/self/maps"
@@ -41,11 +43,10 @@ class Mappings:
         first, last = -(-start // page) * page, end // page * page
         if first < last and any(low <= start and end <= high for low, high in self.ranges):
             advice = PAGE_OUT if is_read_again else mmap.MADV_DONTNEED
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
+            LIBRARY.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
 def trim() -> None:
     """Give memory that is free back to the system, which glibc keeps between blocks in use."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+    if hasattr(LIBRARY, "malloc_trim"):
+        LIBRARY.malloc_trim(0)

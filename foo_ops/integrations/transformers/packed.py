@@ -46,6 +46,23 @@ def bits_of(zero: Tensor | None, table: Tensor | None = None) -> int:
     return 8 if zero is None and table is None else 4
 
 
+def fits(scale: Tensor, is_wide: bool, dtype: torch.dtype) -> bool:
+    """Whether inputs of a dtype are multiplied by weights with such scales.
+
+    Args:
+        is_wide: whether scales are of the compute type, not of the input's dtype.
+    """
+    return compute_type(dtype) is scale.dtype if is_wide else dtype is scale.dtype
+
+
+def keep_wide(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Keep buffers of the compute type as they were where a model is converted to 16 bits."""
+    for name, tensor in before.items():
+        now = module._buffers[name]
+        if tensor is not None and now is not None and compute_type(now.dtype) is not now.dtype:
+            module._buffers[name] = tensor.to(now.device)
+
+
 class FooPackedLinear(nn.Linear):
     """A linear layer with weights of 4 or 8 bits, multiplied as they are.
 
@@ -122,8 +139,7 @@ class FooPackedLinear(nn.Linear):
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether inputs of a dtype are multiplied as they are."""
-        scale = self.scale.dtype
-        return compute_type(dtype) is scale if self.has_wide_scale else dtype is scale
+        return fits(self.scale, self.has_wide_scale, dtype)
 
     @property
     def names_to_join(self) -> tuple[str, ...] | None:
@@ -140,14 +156,10 @@ class FooPackedLinear(nn.Linear):
         )
 
     def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        """Keep wide scales as they are where a model is converted to 16 bits."""
-        before = {name: self._buffers[name] for name in ("scale", "table")}
+        before = dict(self._buffers)
         made = super()._apply(*arguments, **keywords)
         if self.has_wide_scale:
-            for name, tensor in before.items():
-                now = self._buffers[name]
-                if now is not None and compute_type(now.dtype) is not now.dtype:
-                    self._buffers[name] = tensor.to(now.device)  # type: ignore[union-attr]
+            keep_wide(self, {name: before[name] for name in ("scale", "table")})
         return made
 
     def train(self, mode: bool = True) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from foo_ops.integrations.transformers.experts import (
@@ -13,8 +14,13 @@ from foo_ops.integrations.transformers.experts import (
     names_of_weights,
     weights_of,
 )
-from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
-from foo_ops.ops.experts.quantized import moe_experts_quantized
+from foo_ops.integrations.transformers.packed import (
+    FooPackedLinear,
+    Integers,
+    fits,
+    keep_wide,
+)
+from foo_ops.ops.experts.quantized import are_fp8, moe_experts_quantized
 
 
 class Parts(NamedTuple):
@@ -33,7 +39,8 @@ class FooPackedExperts(nn.Module):
     """Experts with weights of 4 or 8 bits, multiplied as they are.
 
     Their buffers are ``gate_up_proj`` and ``down_proj``, as `foo_ops.moe_experts_quantized` takes
-    them, each with ``_scale`` and ``_zero``. Gradients flow through them to their input.
+    them, each with ``_scale`` and ``_zero``. Gradients flow through them to their input, which is
+    converted as in `FooPackedLinear`.
 
     Attributes:
         parts: of both weights.
@@ -94,9 +101,26 @@ class FooPackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tensors: Any = [self._buffers[it] for weight, _ in self.parts for it in suffixed(weight)]
-        return moe_experts_quantized(
+        weight, scale, zero, *_ = tensors
+        dtype = hidden_states.dtype
+        has_autocast = torch.is_autocast_enabled(hidden_states.device.type)
+        if not (fits(scale, are_fp8(weight, zero), dtype) or has_autocast):
+            hidden_states, top_k_weights = (
+                it.to(scale.dtype) for it in (hidden_states, top_k_weights)
+            )
+        output = moe_experts_quantized(
             hidden_states, top_k_index, top_k_weights, *tensors, **self.options
         )
+        return output if hidden_states.dtype is dtype else output.to(dtype)
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        before = dict(self._buffers)
+        made = super()._apply(*arguments, **keywords)
+        for name, _ in self.parts:
+            _, scale, zero = suffixed(name)
+            if are_fp8(self.get_buffer(name), self._buffers[zero]):
+                keep_wide(self, {scale: before[scale]})
+        return made
 
     def extra_repr(self) -> str:
         bits = 8 if self._buffers[f"{self.parts[0].weight}_zero"] is None else 4

@@ -83,11 +83,18 @@ def spread(bytes: Any) -> Any:
     return (pairs | pairs << 8) & 0x00FF00FF00FF00FF
 
 
+def even_nibbles(lower: Any, upper: Any) -> Any:
+    """Pair the even nibbles of two words, each in the lower half of a byte with one above it."""
+    return lower & LOWER | (upper & LOWER) << 4
+
+
+def odd_nibbles(lower: Any, upper: Any) -> Any:
+    return lower >> 4 & LOWER | upper & LOWER << 4
+
+
 def packed_word(lower: Any, upper: Any) -> Any:
-    """Pair the nibbles of two words, each in the lower half of a byte with one above it."""
-    even = lower & LOWER | (upper & LOWER) << 4
-    odd = lower >> 4 & LOWER | upper & LOWER << 4
-    return spread(even) | spread(odd) << 8
+    """Pair the nibbles of two words in order."""
+    return spread(even_nibbles(lower, upper)) | spread(odd_nibbles(lower, upper)) << 8
 
 
 @library.register_kernel("foo_files::pack_rows", ("cpu", "foo"))
@@ -136,71 +143,129 @@ def pack_rows_in_order_kernel(
                     packed[row, first // 8] = total
 
 
+def paired(words: Any, row: Any, half: Any, column: Any) -> Any:
+    """Pair the nibbles of two inputs and, in the upper half of 64 bits, of the fourth ones after.
+
+    Returns:
+        The bytes of the even nibbles, and those of the odd ones.
+    """
+    lower, upper = words[row, column], words[row + half, column]
+    fourth, above = words[row + 4, column], words[row + 4 + half, column]
+    even = even_nibbles(lower, upper) | even_nibbles(fourth, above) << 32
+    return even, odd_nibbles(lower, upper) | odd_nibbles(fourth, above) << 32
+
+
+BYTES, PAIRS = 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF
+"""Every other byte of 64 bits, and every other pair of bytes."""
+
+
+def transposed(first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Transpose the bytes of four words of 64 bits, in each half by itself."""
+    upper_even = first & BYTES | (second & BYTES) << 8
+    upper_odd = first >> 8 & BYTES | second & ~BYTES
+    lower_even = third & BYTES | (fourth & BYTES) << 8
+    lower_odd = third >> 8 & BYTES | fourth & ~BYTES
+    return (
+        upper_even & PAIRS | (lower_even & PAIRS) << 16,
+        upper_odd & PAIRS | (lower_odd & PAIRS) << 16,
+        upper_even >> 16 & PAIRS | lower_even & ~PAIRS,
+        upper_odd >> 16 & PAIRS | lower_odd & ~PAIRS,
+    )
+
+
 @library.register_kernel("foo_files::pack_columns", ("cpu", "foo"))
 @library.tile_kernel(
-    tiles=lambda words: (words.shape[1] + COLUMNS - 1) // COLUMNS, contiguous_rows=True
+    tiles=lambda words: (words.shape[1] + COLUMNS - 1) // COLUMNS,
+    contiguous_rows=True,
+    # Outputs are copied by groups, so that whole cache lines are written.
+    scratch={"outputs": library.scratch(8, 8 * COLUMNS, like="packed")},
 )
-def pack_columns_kernel(words: Any, group_size: Any, packed: Any, tiles: Any) -> None:
+def pack_columns_kernel(words: Any, group_size: Any, packed: Any, outputs: Any, tiles: Any) -> None:
     half = group_size // 2
     for tile in tiles:
-        for start in range(0, 8 * packed.shape[1], half):
-            for first in range(start, start + half, 8):
-                for output in range(8):
+        first_column = tile * COLUMNS
+        columns = min(COLUMNS, words.shape[1] - first_column)
+        for group in range(8 * packed.shape[1] // half):
+            for place in range(half // 8):
+                row, target = group * group_size + 8 * place, outputs.row(place)
+                for index in range(columns):
+                    column, start = first_column + index, 8 * index
+                    even_0, odd_0 = paired(words, row, half, column)
+                    even_1, odd_1 = paired(words, row + 1, half, column)
+                    even_2, odd_2 = paired(words, row + 2, half, column)
+                    even_3, odd_3 = paired(words, row + 3, half, column)
                     # Nibbles of a word are outputs 0, 2, 4, 6, 1, 3, 5 and 7.
-                    bits = 4 * (output // 2 + output % 2 * 4)
-                    for column in range(tile * COLUMNS, min((tile + 1) * COLUMNS, words.shape[1])):
-                        total = 0
-                        for byte in range(8):
-                            lower = words[start + first + byte, column] >> bits & 15
-                            upper = words[start + first + half + byte, column] >> bits & 15
-                            total |= (lower | upper << 4) << 8 * byte
-                        packed[8 * column + output, first // 8] = total
+                    bytes = transposed(even_0, even_1, even_2, even_3)
+                    target[start], target[start + 4] = bytes[0], bytes[1]
+                    target[start + 1], target[start + 5] = bytes[2], bytes[3]
+                    bytes = transposed(odd_0, odd_1, odd_2, odd_3)
+                    target[start + 2], target[start + 6] = bytes[0], bytes[1]
+                    target[start + 3], target[start + 7] = bytes[2], bytes[3]
+            for output in range(8 * columns):
+                to = packed.row(8 * first_column + output)
+                for place in range(half // 8):
+                    to[group * half // 8 + place] = outputs[place, output]
 
 
 # ---------------------------------------------------------------------------------- blocks of GGUF
 
-# A block of these kinds has 8 groups of 32 weights. `halves` has its numbers of float16,
-# which not all processors convert, in float32.
+# A block of K-quants has 8 groups of 32 weights; one of Q4_0 and Q8_0 has one. Integers and scales
+# are written into tensors of the whole matrix, of which a call has some rows.
 
 library.define(
+    "foo_files::read_groups", "(Tensor blocks, Tensor(a!) integers, Tensor(b!) scale) -> ()"
+)
+library.define(
     "foo_files::read_q4_k",
-    "(Tensor blocks, Tensor halves, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "(Tensor blocks, Tensor(a!) integers, Tensor(b!) scale, Tensor(c!) zero) -> ()",
 )
 for kind in ("q5_k", "q6_k"):
     library.define(
         f"foo_files::read_{kind}",
-        "(Tensor blocks, Tensor halves, ScalarType dtype, float spacing, float smallest) "
-        "-> (Tensor, Tensor)",
+        "(Tensor blocks, Tensor(a!) integers, Tensor(b!) scale, float spacing, float smallest) "
+        "-> ()",
     )
 GROUPS = 8
 """Groups of 32 weights in a block."""
 GROUP_SIZE = 32
 
 
-def read_q4_k(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return integers of 4 bits, scales and zeros.
+def read_groups(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
+    """Copy integers and scales of Q4_0 or Q8_0.
 
     Args:
-        blocks: (N, blocks in a row, 144) uint8.
-        dtype: of scales and zeros.
+        blocks: (N, G, 18 or 34) uint8.
+        integers: (N, G * 16) uint8, or (N, G * 32) int8.
+        scale: (N, G), float16, bfloat16, float32 or float64.
     """
-    halves = blocks.view(torch.float16)[..., :2].float()
-    found: tuple[Tensor, ...] = torch.ops.foo_files.read_q4_k(blocks, halves, dtype)
-    return found
+    torch.ops.foo_files.read_groups(blocks, integers.view(torch.uint8), scale)
 
 
-def read_rounded(kind: str, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the nearest integers of 8 bits, and scales, as `foo_ops.quantize_weight` does.
+def read_q4_k(blocks: Tensor, integers: Tensor, scale: Tensor, zero: Tensor) -> None:
+    """Write integers of 4 bits, scales and zeros.
 
     Args:
-        kind: q5_k or q6_k.
-        blocks: (N, blocks in a row, 176 or 210) uint8.
-        dtype: of scales.
+        blocks: (N, B, 144) uint8.
+        integers: (N, B * 128) uint8.
+        scale, zero: (N, B * 8), as for `read_groups`.
     """
-    halves, read = blocks.view(torch.float16), getattr(torch.ops.foo_files, f"read_{kind}")
-    halves = (halves[..., :2] if kind == "q5_k" else halves[..., -1:]).float()
-    found: tuple[Tensor, ...] = read(blocks, halves, dtype, *limits_of(dtype))
-    return found
+    torch.ops.foo_files.read_q4_k(blocks, integers, scale, zero)
+
+
+def read_q5_k(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
+    """Write the nearest integers of 8 bits, and scales, as `foo_ops.quantize_weight` does.
+
+    Args:
+        blocks: (N, B, 176) uint8.
+        integers: (N, B * 256) int8.
+        scale: (N, B * 8), as for `read_groups`.
+    """
+    torch.ops.foo_files.read_q5_k(blocks, integers, scale, *limits_of(scale.dtype))
+
+
+def read_q6_k(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
+    """Write the nearest integers of 8 bits from blocks (N, B, 210), as `read_q5_k`."""
+    torch.ops.foo_files.read_q6_k(blocks, integers, scale, *limits_of(scale.dtype))
 
 
 def limits_of(dtype: torch.dtype) -> tuple[float, float]:
@@ -209,25 +274,12 @@ def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     return info.eps, info.smallest_normal * info.eps
 
 
+@library.register_fake("foo_files::read_groups")
 @library.register_fake("foo_files::read_q4_k")
-def read_q4_k_fake(blocks: Tensor, halves: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    rows, count, _ = blocks.shape
-    scale = blocks.new_empty((rows, GROUPS * count), dtype=dtype)
-    return blocks.new_empty((rows, 128 * count)), scale, torch.empty_like(scale)
-
-
 @library.register_fake("foo_files::read_q5_k")
 @library.register_fake("foo_files::read_q6_k")
-def read_rounded_fake(
-    blocks: Tensor,
-    halves: Tensor,
-    dtype: torch.dtype,
-    spacing: float,
-    smallest: float,
-) -> tuple[Tensor, ...]:
-    rows, count, _ = blocks.shape
-    integers = blocks.new_empty((rows, 256 * count), dtype=torch.int8)
-    return integers, blocks.new_empty((rows, GROUPS * count), dtype=dtype)
+def read_fake(*arguments: Any) -> None:
+    """Return nothing."""
 
 
 def as_float32(integer: Any) -> Any:
@@ -235,18 +287,41 @@ def as_float32(integer: Any) -> Any:
     return np.float32(np.int32(integer))
 
 
-def masked(byte: Any, mask: Any, factor: Any) -> Any:
-    """Return some bits of a byte as a number.
+def half_at(block: Any, place: Any) -> Any:
+    """Return the float16 at a byte as float32: not all processors convert them."""
+    bits = block[place] | block[place + 1] << 8
+    exponent, fraction = bits >> 10 & 31, bits & 1023
+    if exponent == 31:
+        magnitude = np.float32(math.nan if fraction else math.inf)
+    elif exponent == 0:
+        magnitude = as_float32(fraction) * np.float32(2.0**-24)
+    else:
+        magnitude = as_float32(fraction + 1024) * as_float32(1 << exponent) * np.float32(2.0**-25)
+    return -magnitude if bits >> 15 else magnitude
 
-    Vectors multiply numbers faster than they shift integers of 64 bits.
-    """
-    return as_float32(byte & mask) * factor
+
+@library.register_kernel("foo_files::read_groups", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0])
+def read_groups_kernel(blocks: Any, integers: Any, scale: Any, rows: Any) -> None:
+    size = blocks.shape[2] - 2
+    for row in rows:
+        target, scales = integers.row(row), scale.row(row)
+        for group in range(blocks.shape[1]):
+            block = blocks.row(row * blocks.shape[1] + group)
+            scales[group] = half_at(block, 0)
+            # LLVM copies a vector where the number of steps is a constant.
+            if size == 16:
+                for byte in range(16):
+                    target[16 * group + byte] = block[2 + byte]
+            else:
+                for byte in range(32):
+                    target[32 * group + byte] = block[2 + byte]
 
 
-def factors_of_group(block: Any, halves: Any, group: Any) -> Any:
+def factors_of_group(block: Any, factor: Any, factor_of_minimum: Any, group: Any) -> Any:
     """Return the scale and the minimum of a group of Q4_K or Q5_K.
 
-    They are integers of 6 bits, times a float16 each. The last 4 groups have 4 bits in the last 4
+    They are integers of 6 bits, times a factor each. The last 4 groups have 4 bits in the last 4
     bytes, and their upper 2 bits above the integers of the first 4 groups.
     """
     if group < 4:
@@ -254,19 +329,17 @@ def factors_of_group(block: Any, halves: Any, group: Any) -> Any:
     else:
         scale = block[group + 8] & 15 | block[group] >> 6 << 4
         minimum = block[group + 8] >> 4 | block[group + 4] >> 6 << 4
-    return halves[0] * as_float32(scale), halves[1] * as_float32(minimum)
+    return factor * as_float32(scale), factor_of_minimum * as_float32(minimum)
 
 
 @library.register_kernel("foo_files::read_q4_k", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0])
-def read_q4_k_kernel(
-    blocks: Any, halves: Any, dtype: Any, packed: Any, scales: Any, zeros: Any, rows: Any
-) -> None:
+def read_q4_k_kernel(blocks: Any, packed: Any, scales: Any, zeros: Any, rows: Any) -> None:
     for row in rows:
         integers, scale, zero = packed.row(row), scales.row(row), zeros.row(row)
         for place in range(blocks.shape[1]):
             block = blocks.row(row * blocks.shape[1] + place)
-            numbers = halves.row(row * blocks.shape[1] + place)
+            own_factors = half_at(block, 0), half_at(block, 2)
             for group in range(GROUPS):
                 index = GROUPS * place + group
                 start, source = 16 * index, 16 + group // 2 * 32
@@ -279,7 +352,7 @@ def read_q4_k_kernel(
                     for byte in range(16):
                         lower, upper = block[source + byte], block[source + 16 + byte]
                         integers[start + byte] = lower >> 4 | upper & 240
-                factor, minimum = factors_of_group(block, numbers, group)
+                factor, minimum = factors_of_group(block, *own_factors, group)
                 scale[index] = factor
                 zero[index] = minimum / scale[index]
                 if not math.isfinite(zero[index]):
@@ -291,88 +364,105 @@ def read_q4_k_kernel(
                         integers[start + byte] = 0
 
 
-def round_group(
-    weights: Any, integers: Any, scale: Any, index: Any, spacing: Any, smallest: Any
-) -> None:
-    """Round the 32 weights of a group to 8 bits."""
-    highest = language.zero(weights)
-    for place in range(32):
-        highest = language.accumulate_maximum(highest, abs(weights[place]))
-    exact, one = highest / np.float32(127), np.float32(1)
+def write_scale(scale: Any, index: Any, highest: Any, spacing: Any, smallest: Any) -> Any:
+    """Write the scale of a group's integers of 8 bits, and return it as it was rounded.
+
+    It is rounded up, so that no integer is too large. A choice of values instead of branches lets
+    the processor work on several groups at once.
+    """
+    exact = highest / np.float32(127)
     scale[index] = exact
     step = np.float32(scale[index])
-    # Rounded up, so that no integer is too large.
-    if step < exact:
-        scale[index] = step * (one + spacing) + smallest
-    if highest == 0:
-        scale[index] = one
-    step, start = np.float32(scale[index]), 32 * index
-    # Positive numbers are rounded as they are converted, without a function that not all processors
-    # have.
-    above = np.float32(128.5)
-    for place in range(32):
-        integers[start + place] = np.int8(np.int32(weights[place] / step + above) - 128)
+    above = step * (np.float32(1) + np.float32(spacing)) + np.float32(smallest)
+    scale[index] = np.float32(1) if highest == 0 else (above if step < exact else step)
+    return np.float32(scale[index])
 
 
-ROW = {"weights": library.scratch(32, like="halves")}
+def rounded(weight: Any, step: Any) -> Any:
+    """Return the nearest integer of a weight in units of a scale.
+
+    Positive numbers are rounded as they are converted, without a function that not all processors
+    have.
+    """
+    return np.int8(np.int32(weight / step + np.float32(128.5)) - 128)
 
 
 @library.register_kernel("foo_files::read_q5_k", ("cpu", "foo"))
-@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0], scratch=ROW)
+@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0])
 def read_q5_k_kernel(
-    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any,
-    rounded: Any, scales: Any, weights: Any, rows: Any,
-) -> None:  # fmt: skip
-    spacing, smallest = np.float32(spacing), np.float32(smallest)
+    blocks: Any, signed: Any, scales: Any, spacing: Any, smallest: Any, rows: Any
+) -> None:
     for row in rows:
-        integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
+        integers, scale = signed.row(row), scales.row(row)
         for place in range(blocks.shape[1]):
             block = blocks.row(row * blocks.shape[1] + place)
-            numbers = halves.row(row * blocks.shape[1] + place)
+            own_factors = half_at(block, 0), half_at(block, 2)
             for group in range(GROUPS):
-                factor, minimum = factors_of_group(block, numbers, group)
-                source, bits, bit = 48 + group // 2 * 32, group % 2 * 4, 1 << group
-                of_lower = as_float32(1) / as_float32(1 << bits)
-                of_upper = as_float32(16) / as_float32(bit)
-                for it in range(32):
-                    lower = masked(block[source + it], 15 << bits, of_lower)
-                    upper = masked(block[16 + it], bit, of_upper)
-                    group_weights[it] = factor * (lower + upper) - minimum
                 index = GROUPS * place + group
-                round_group(group_weights, integers, scale, index, spacing, smallest)
+                source, bit, start = 48 + group // 2 * 32, 1 << group, GROUP_SIZE * index
+                for it in range(GROUP_SIZE):
+                    byte = block[source + it]
+                    lower = byte & 15 if group % 2 == 0 else byte >> 4
+                    integers[start + it] = lower + (16 if block[16 + it] & bit else 0)
+                lowest, largest = np.int32(31), np.int32(0)
+                for it in range(GROUP_SIZE):
+                    integer = np.int32(integers[start + it])
+                    lowest = integer if integer < lowest else lowest
+                    largest = integer if integer > largest else largest
+                factor, minimum = factors_of_group(block, *own_factors, group)
+                highest = language.accumulate_maximum(
+                    abs(factor * as_float32(largest) - minimum),
+                    abs(factor * as_float32(lowest) - minimum),
+                )
+                step = write_scale(scale, index, highest, spacing, smallest)
+                for it in range(GROUP_SIZE):
+                    weight = factor * as_float32(integers[start + it]) - minimum
+                    integers[start + it] = rounded(weight, step)
 
 
 @library.register_kernel("foo_files::read_q6_k", ("cpu", "foo"))
-@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0], scratch=ROW)
+@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0])
 def read_q6_k_kernel(
-    blocks: Any, halves: Any, dtype: Any, spacing: Any, smallest: Any,
-    rounded: Any, scales: Any, weights: Any, rows: Any,
-) -> None:  # fmt: skip
-    spacing, smallest = np.float32(spacing), np.float32(smallest)
+    blocks: Any, signed: Any, scales: Any, spacing: Any, smallest: Any, rows: Any
+) -> None:
     for row in rows:
-        integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
+        integers, scale = signed.row(row), scales.row(row)
         for place in range(blocks.shape[1]):
             block = blocks.row(row * blocks.shape[1] + place)
-            factor = halves[row, place, 0]
+            for part in range(2):
+                low, high, start = 64 * part, 128 + 32 * part, 256 * place + 128 * part
+                for it in range(32):
+                    first, second, bits = block[low + it], block[low + 32 + it], block[high + it]
+                    integers[start + it] = (first & 15 | (bits & 3) << 4) - 32
+                    integers[start + 32 + it] = (second & 15 | (bits & 12) << 2) - 32
+                    integers[start + 64 + it] = (first >> 4 | bits & 48) - 32
+                    integers[start + 96 + it] = (second >> 4 | bits >> 2 & 48) - 32
+            factor = half_at(block, 208)
             for group in range(GROUPS):
-                part, quarter = group // 4, group % 4
-                bits, pair = quarter // 2 * 4, 3 << 2 * quarter
-                of_lower = as_float32(1) / as_float32(1 << bits)
-                of_upper = as_float32(16) / as_float32(1 << 2 * quarter)
-                for half in range(2):
-                    start = 16 * half
-                    lowest = 64 * part + 32 * (quarter % 2) + start
-                    highest = 128 + 32 * part + start
-                    # Signed, and shared by 16 weights.
-                    of_half = block[192 + 2 * group + half]
-                    scaled = factor * as_float32((of_half ^ 128) - 128)
-                    # LLVM vectorizes loops whose number of steps is a constant here.
-                    for it in range(16):
-                        lower = masked(block[lowest + it], 15 << bits, of_lower)
-                        upper = masked(block[highest + it], pair, of_upper)
-                        group_weights[start + it] = scaled * (lower + upper - as_float32(32))
                 index = GROUPS * place + group
-                round_group(group_weights, integers, scale, index, spacing, smallest)
+                start = GROUP_SIZE * index
+                # Signed, and shared by 16 weights.
+                first = factor * as_float32((block[192 + 2 * group] ^ 128) - 128)
+                second = factor * as_float32((block[193 + 2 * group] ^ 128) - 128)
+                highest = language.accumulate_maximum(
+                    abs(first) * as_float32(largest_of(integers, start)),
+                    abs(second) * as_float32(largest_of(integers, start + 16)),
+                )
+                step = write_scale(scale, index, highest, spacing, smallest)
+                for it in range(16):
+                    weight = first * as_float32(integers[start + it])
+                    integers[start + it] = rounded(weight, step)
+                for it in range(start + 16, start + 32):
+                    integers[it] = rounded(second * as_float32(integers[it]), step)
+
+
+def largest_of(integers: Any, start: Any) -> Any:
+    """Return the largest magnitude of 16 integers."""
+    largest = np.int32(0)
+    for it in range(16):
+        magnitude = np.int32(abs(np.int32(integers[start + it])))
+        largest = magnitude if magnitude > largest else largest
+    return largest
 
 
 # ------------------------------------------------------------------------------- tables of numbers
@@ -387,7 +477,7 @@ library.define(
 def read_codes(
     codes: Tensor, table: Tensor, factors: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the nearest integers of 8 bits, and scales for 32 weights, as `read_rounded`.
+    """Return the nearest integers of 8 bits, and scales for 32 weights, as `read_q5_k`.
 
     Args:
         codes: (N, K / 2) uint8, two in a byte, the first one in the upper bits.
@@ -423,12 +513,11 @@ def read_codes_fake(
 )
 def read_codes_kernel(
     codes: Any, table: Any, factors: Any, dtype: Any, spacing: Any, smallest: Any,
-    rounded: Any, scales: Any, weights: Any, rows: Any,
+    signed: Any, scales: Any, weights: Any, rows: Any,
 ) -> None:  # fmt: skip
-    spacing, smallest = np.float32(spacing), np.float32(smallest)
     half, numbers = GROUP_SIZE // 2, table.row(0)
     for row in rows:
-        integers, scale, group_weights = rounded.row(row), scales.row(row), weights.row(0)
+        integers, scale, group_weights = signed.row(row), scales.row(row), weights.row(0)
         pairs, factor_of_block = codes.row(row), factors.row(row)
         groups = scales.shape[1] // factors.shape[1]
         for index in range(scales.shape[1]):
@@ -437,4 +526,9 @@ def read_codes_kernel(
                 pair = pairs[half * index + byte]
                 group_weights[2 * byte] = factor * numbers[pair >> 4]
                 group_weights[2 * byte + 1] = factor * numbers[pair & 15]
-            round_group(group_weights, integers, scale, index, spacing, smallest)
+            highest = language.zero(weights)
+            for it in range(GROUP_SIZE):
+                highest = language.accumulate_maximum(highest, abs(group_weights[it]))
+            step = write_scale(scale, index, highest, spacing, smallest)
+            for it in range(GROUP_SIZE):
+                integers[GROUP_SIZE * index + it] = rounded(group_weights[it], step)

@@ -120,7 +120,7 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch
     """Return the numbers of all experts' weights, in dtype."""
     if zero is None and scale.dtype == torch.uint8:
         return dequantize_mxfp4(weight, scale, dtype)
-    if zero is None and weight.dtype == torch.uint8:
+    if are_fp8(weight, zero):
         numbers = dequantize_fp8(weight.flatten(0, 1), scale.flatten(0, 1))
         return numbers.to(dtype).unflatten(0, weight.shape[:2])
     of_rows = [None if it is None else it.flatten(0, 1) for it in (weight, scale, zero)]
@@ -156,7 +156,32 @@ library.register_autograd("foo::moe_experts_quantized", composite=composite)
 # ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
 
 library.register_vmap_loop("foo::moe_experts_quantized")
-library.register_autocast("foo::moe_experts_quantized")
+
+
+def scales_of_fp8(
+    hidden: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_zero: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_zero: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> list[str]:
+    """Return the names of scales in the compute type, which autocast leaves as they are."""
+    weights = {"gate_up_scale": (gate_up, gate_up_zero), "down_scale": (down, down_zero)}
+    return [name for name, (codes, zero) in weights.items() if are_fp8(codes, zero)]
+
+
+def are_fp8(codes: Tensor, zero: Tensor | None) -> bool:
+    """Whether weights with floating scales are float8_e4m3fn, and not integers."""
+    return zero is None and codes.dtype == torch.uint8
+
+
+library.register_autocast("foo::moe_experts_quantized", uncast=scales_of_fp8)
 
 
 @library.register_sharding("foo::moe_experts_quantized")
