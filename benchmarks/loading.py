@@ -191,11 +191,11 @@ class Checkpoint:
 
         logging.disable_progress_bar()
         AutoModelForCausalLM.from_pretrained(**self.options, dtype=torch.bfloat16)
-        return torch.zeros(1)
+        return torch.ones(1)
 
     def read(self) -> Tensor:
         self.path.read_bytes()
-        return torch.zeros(1)
+        return torch.ones(1)
 
     def peak(self) -> float:
         """Return the bytes at the peak of loading, in a process of its own."""
@@ -211,7 +211,7 @@ class Measured:
         self.megabytes = measure() / MEGABYTE
 
     def results(self) -> list[Tensor]:
-        return [torch.zeros(1)]
+        return [torch.ones(1)]
 
     def time(self, calls: int, threads: int) -> float:
         return calls * self.megabytes

@@ -508,8 +508,8 @@ LOADING = """
 import json, sys, time
 import torch
 import foo_ops
-import foo_ops.integrations.transformers
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from foo_ops.integrations.transformers import apply
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 def in_bytes(name):
     lines = dict(it.split(":") for it in open("/proc/self/status"))
@@ -517,9 +517,11 @@ def in_bytes(name):
 
 # Imports and the linker of kernels do not depend on the size of a model.
 foo_ops.abs(torch.ones(1))
+sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
+apply(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
 before = in_bytes("VmRSS")
 start = time.perf_counter()
-model = AutoModelForCausalLM.from_pretrained(sys.stdin.read())
+model = apply(AutoModelForCausalLM.from_pretrained(sys.stdin.read()))
 print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
 """
 

@@ -9,6 +9,8 @@ import re
 
 from torch import Tensor
 
+from foo_ops._C import release_result_memory
+
 LIBRARY = ctypes.CDLL(None)
 """The C library. Python makes classes for each object of this kind."""
 PAGE_OUT = 21
@@ -47,6 +49,7 @@ class Mappings:
 
 
 def trim() -> None:
-    """Give memory that is free back to the system, which glibc keeps between blocks in use."""
+    """Give free memory back to the system: that of results, and what glibc keeps between blocks."""
+    release_result_memory()
     if hasattr(LIBRARY, "malloc_trim"):
         LIBRARY.malloc_trim(0)
