@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import loading
+from benchmarks.measure import prepare
 
 KINDS = (*loading.PACKED, *loading.HALVES)
 
@@ -17,8 +18,15 @@ def test_files_are_loaded(kind):
     )
     size = checkpoint.path.stat().st_size
     assert size > numbers / 2
-    makers = loading.contenders(kind, loading.QUICK)
-    assert [it().results()[0].item() for it in makers.values()] == [0.0, 0.0]
+    [case] = (
+        it
+        for it in loading.cases(loading.QUICK, 1)
+        if it.section == loading.SECTION and it.name.startswith(kind)
+    )
+    # The table takes contenders whose results are equal, and there is nothing to compare.
+    contenders, failures = prepare(case)
+    assert len(contenders) == 2
+    assert not failures
     assert loading.Measured(lambda: 3e6).time(2, 1) == 6
 
 
