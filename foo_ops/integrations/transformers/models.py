@@ -28,7 +28,6 @@ from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.experts import FLAGS, FooExperts
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_linear_head
-from foo_ops.integrations.transformers.memory import trim
 from foo_ops.integrations.transformers.mlp import FooActivatedMLP, FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
@@ -223,8 +222,6 @@ def apply(
     for module in model.modules():
         if isinstance(module, FooJoined):
             module.join()
-            # The parts of a large model would wait beside the joined ones.
-            trim()
         if isinstance(module, FooEncoder) and not module.is_safe():
             put_back(module)
     for part in pretrained(model):

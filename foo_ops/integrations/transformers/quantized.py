@@ -23,6 +23,7 @@ from foo_ops.integrations.transformers.experts import (
     weights_of,
 )
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
+from foo_ops.integrations.transformers.memory import trim
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
     can_multiply,
@@ -721,6 +722,9 @@ class FooJoined(Replacement):
         joined = vars(self).get(JOINED)
         if joined is None or not joined.holds(layers):
             vars(self)[JOINED] = joined_buffers(layers)
+            if vars(self)[JOINED] is not None:
+                # The parts of a large model would wait in memory beside the joined ones.
+                trim()
 
     @classmethod
     def forget(cls, module: nn.Module) -> None:
