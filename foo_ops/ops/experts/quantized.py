@@ -158,20 +158,9 @@ library.register_autograd("foo::moe_experts_quantized", composite=composite)
 library.register_vmap_loop("foo::moe_experts_quantized")
 
 
-def scales_of_fp8(
-    hidden: Tensor,
-    expert_index: Tensor,
-    expert_weight: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_zero: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_zero: Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> list[str]:
+def scales_of_fp8(*inputs: Any, **options: Any) -> list[str]:
     """Return the names of scales in the compute type, which autocast leaves as they are."""
+    gate_up, _, gate_up_zero, down, _, down_zero = inputs[3:9]
     weights = {"gate_up_scale": (gate_up, gate_up_zero), "down_scale": (down, down_zero)}
     return [name for name, (codes, zero) in weights.items() if are_fp8(codes, zero)]
 
