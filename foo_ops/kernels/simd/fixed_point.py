@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -213,26 +214,21 @@ def larger_magnitudes(typing_context, largest, vector):
     return largest(largest, vector), generate
 
 
-@intrinsic
-def largest_lane(typing_context, vector):
-    """Return the largest of the lanes of a vector of int32."""
+def _make_reduction(operation: str) -> Any:
+    """Make the intrinsic ``reduce(vector)`` for the lanes of a vector of int32."""
 
-    def generate(context, builder, signature, args):
-        name = f"llvm.vector.reduce.smax.{suffix(args[0].type)}"
-        return call_intrinsic(builder, name, INT32, [args[0]])
+    @intrinsic
+    def reduce(typing_context, vector):
+        def generate(context, builder, signature, args):
+            name = f"llvm.vector.reduce.{operation}.{suffix(args[0].type)}"
+            return call_intrinsic(builder, name, INT32, [args[0]])
 
-    return types.int32(vector), generate
+        return types.int32(vector), generate
+
+    return reduce
 
 
-@intrinsic
-def sum_of_lanes(typing_context, vector):
-    """Return the sum of the lanes of a vector of int32."""
-
-    def generate(context, builder, signature, args):
-        name = f"llvm.vector.reduce.add.{suffix(args[0].type)}"
-        return call_intrinsic(builder, name, INT32, [args[0]])
-
-    return types.int32(vector), generate
+largest_lane, sum_of_lanes = _make_reduction("smax"), _make_reduction("add")
 
 
 @intrinsic
