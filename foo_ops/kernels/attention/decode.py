@@ -31,7 +31,7 @@ from foo_ops.kernels.attention.scores import (
 )
 from foo_ops.kernels.attention.softmax import make_softmax_start
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import bytes_ahead
+from foo_ops.kernels.compiler.processor import bytes_ahead, has_masks
 from foo_ops.kernels.lang.scratch import Scratch, field, make_kernel_with_scratch
 from foo_ops.kernels.math.exponential import exp2
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
@@ -175,16 +175,17 @@ STEPS = 4
 def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
     """Make the function that prefetches ``ROWS`` x ``COLUMNS`` elements.
 
-    ``prefetch_lines(later, stride, width, column)`` fetches the rows ``later``, while the same
-    columns of the current rows are read. Adjacent rows are fetched in the order of memory, not row
-    by row: for bfloat16 this reaches 0.79 of the bandwidth instead of 0.65.
+    ``prefetch_lines(later, stride, columns, column)`` fetches the rows ``later``, while the same
+    column of the current rows is read. Adjacent rows, each of ``columns`` elements, are fetched in
+    the order of memory, not row by row: for bfloat16 this reaches 0.79 of the bandwidth instead of
+    0.65.
     """
     LINE = 64 // ELEMENTS[dtype].size
     LINES = -(-ROWS * COLUMNS // LINE)
 
     @njit
-    def prefetch_lines(later, stride, width, column):
-        if stride == width:
+    def prefetch_lines(later, stride, columns, column):
+        if stride == columns:
             for line in range(LINES):
                 prefetch_near(later, column * ROWS + line * LINE)
         else:
@@ -197,10 +198,11 @@ def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
 def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) -> Callable:
     """Make the function that adds up weighted values.
 
-    ``weighted_sums(sums, width, weights, values, value_stride, zeros, rows, ahead, count)`` adds
+    ``weighted_sums(sums, width, weights, values, stride, columns, zeros, rows, ahead, count)`` adds
     the sum over the keys of weights[key, row] * values[key] to sums[row]. `make_decode_softmax`
     writes the weights, each ``GROUP`` of rows in room for KEY_BLOCK keys. ``sums`` must have room
-    for whole groups; ``zeros`` is a row of zeros; rows are prefetched ``ahead`` rows in advance.
+    for whole groups, whose rows are whole vectors; values have ``columns`` elements; ``zeros`` is a
+    row of zeros; rows are prefetched ``ahead`` rows in advance.
 
     Several keys are added at a time, so that values are read in the order of memory: column by
     column, as in a matrix product, they come at two thirds of the speed of memory.
@@ -210,19 +212,24 @@ def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) ->
     # Two rows of two vectors give two vectors of pairs.
     COLUMNS = STEP * LANES
     as_weights, SIZE = pointer_to(in_products), ELEMENTS[stored].size
+    HAS_MASKS = has_masks()
 
     def make_adder(ROWS: int, STEPS: int) -> Callable:
         prefetch_lines = make_line_prefetcher(stored, STEPS * STEP, COLUMNS)
 
         @njit
-        def add(sums, width, weights, values, stride, ahead):
+        def add(sums, width, weights, values, stride, columns, ahead):
             factors = tile_splat(weights, 1, STEPS * ROWS, LANES)
             later = shift(values, ahead * stride)
-            for column in range(0, width, COLUMNS):
-                prefetch_lines(later, stride, width, column)
-                some, place = shift(values, column), shift(sums, column)
+            for column in range(0, columns, COLUMNS):
+                prefetch_lines(later, stride, columns, column)
+                some, place, left = shift(values, column), shift(sums, column), columns - column
                 total = tile_load(place, width, ROWS, STEP, LANES)
-                tile_store(tile_outer(total, factors, some, stride), place, width)
+                if HAS_MASKS and left < COLUMNS:
+                    total = tile_outer(total, factors, some, stride, left)
+                else:
+                    total = tile_outer(total, factors, some, stride, None)
+                tile_store(total, place, width)
 
         return add
 
@@ -230,35 +237,37 @@ def make_weighted_sums(dtype: str, stored: str, in_products: str, GROUP: int) ->
         add_some, add_one = make_adder(ROWS, STEPS), make_adder(ROWS, 1)
 
         @njit
-        def add_group(sums, width, weights, values, stride, zeros, ahead, count):
+        def add_group(sums, width, weights, values, stride, columns, zeros, ahead, count):
             steps = count // STEP
             whole = steps // STEPS * STEPS
             for step in range(0, whole, STEPS):
                 some = shift(values, step * STEP * stride)
-                add_some(sums, width, shift(weights, step * ROWS), some, stride, ahead)
+                add_some(sums, width, shift(weights, step * ROWS), some, stride, columns, ahead)
             for step in range(whole, steps):
                 some = shift(values, step * STEP * stride)
-                add_one(sums, width, shift(weights, step * ROWS), some, stride, ahead)
+                add_one(sums, width, shift(weights, step * ROWS), some, stride, columns, ahead)
             if steps * STEP < count:
                 # The last of an odd number of keys pairs with the row of zeros.
                 last = shift(values, (count - 1) * stride)
                 distance = (address_of(zeros) - address_of(last)) // SIZE
-                add_one(sums, width, shift(weights, steps * ROWS), last, distance, 0)
+                add_one(sums, width, shift(weights, steps * ROWS), last, distance, columns, 0)
 
         return add_group
 
     add_single, add_group = make_group(1), make_group(GROUP)
 
     @njit
-    def weighted_sums(sums, width, weights, values, value_stride, zeros, rows, ahead, count):
+    def weighted_sums(
+        sums, width, weights, values, value_stride, columns, zeros, rows, ahead, count
+    ):
         if rows == 1:
             factors = as_weights(address_of(weights))
-            add_single(sums, width, factors, values, value_stride, zeros, ahead, count)
+            add_single(sums, width, factors, values, value_stride, columns, zeros, ahead, count)
         else:
             for row in range(0, rows, GROUP):
                 factors = as_weights(address_of(shift(weights, row * KEY_BLOCK)))
                 place = shift(sums, row * width)
-                add_group(place, width, factors, values, value_stride, zeros, ahead, count)
+                add_group(place, width, factors, values, value_stride, columns, zeros, ahead, count)
 
     return weighted_sums
 
@@ -273,13 +282,15 @@ MOST_OF_GROUP = 4
 
 
 def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
-    """Make ``rows(parameters, piece, scratch, key_start, count)``: a pointer and a row stride.
+    """Make ``rows(parameters, piece, scratch, key_start, count)``.
 
-    The tensor, of dtype ``stored``, is read in place where its rows are whole vectors of adjacent
-    elements, ``step`` of which enter a product at a time. Otherwise the rows are copied and padded
-    with zeros.
+    Returns a pointer, a row stride, and the number of columns there. The tensor, of dtype
+    ``stored``, is read in place where its rows are adjacent elements, ``step`` of which enter a
+    product at a time: whole vectors of them, or any number if loads have masks. Otherwise the rows
+    are copied and padded with zeros to whole vectors.
     """
     vector = lanes_of(compute_dtype(dtype)) * step
+    multiple = step if has_masks() else vector
     as_stored = pointer_to(stored)
     copy_row, key_row = make_copy_row(compute_dtype(stored)), make_key_row(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
@@ -290,12 +301,12 @@ def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
         columns = field(parameters, dim_name)
         column_stride = field(parameters, column_stride_name)
         row_stride = field(parameters, row_stride_name)
-        whole = column_stride == 1 and columns % vector == 0 and row_stride % step == 0
+        whole = column_stride == 1 and columns % multiple == 0 and row_stride % step == 0
         # Finding a row in its page takes divisions: do it once where the rows have one stride.
         together = lie_together(parameters, key_start, count)
         first = key_row(parameters, piece, key_start)
         if whole and together:
-            return first, row_stride
+            return first, row_stride, columns
         width = round_up(columns, vector)
         target = as_stored(address_of(scratch))
         for row in range(count):
@@ -303,42 +314,46 @@ def make_rows(dtype: str, stored: str, step: int, operand: str) -> Callable:
             if not together:
                 source = key_row(parameters, piece, key_start + row)
             copy_row(shift(target, row * width), source, column_stride, columns, width)
-        return target, width
+        return target, width, width
 
     return rows
 
 
 def make_products(dtype: str, stored: str, in_products: str) -> Callable:
-    """Make ``products(target, keys, key_stride, queries, width, rows, ahead, count)``: k.q.
+    """Make ``products(target, keys, stride, columns, queries, width, rows, ahead, count)``: k.q.
 
-    The target has a row for each key; keys are prefetched ``ahead`` rows in advance. Keys and
-    queries have dtype bfloat16x2 if ``in_products`` is. Otherwise keys have the dtype ``stored``,
-    and queries the compute dtype.
+    The target has a row for each key, which has ``columns`` elements; those of a query are padded
+    to ``width``. Keys are prefetched ``ahead`` rows in advance. Keys and queries have dtype
+    bfloat16x2 if ``in_products`` is. Otherwise keys have the dtype ``stored``, and queries the
+    compute dtype.
     """
     LANES = lanes_of(compute_dtype(dtype))
 
     loaded = PAIRS if in_products == PAIRS else stored
+    HAS_MASKS = has_masks()
 
     def panel(KEYS: int, QUERIES: int) -> Callable:
         prefetch_lines = make_line_prefetcher(loaded, KEYS, LANES)
 
         @njit
-        def tile(target, keys, key_stride, queries, width, ahead):
+        def tile(target, keys, key_stride, columns, queries, width, ahead):
             sums = tile_zero(target, KEYS, QUERIES, LANES)
             later = shift(keys, ahead * key_stride)
-            for column in range(0, width, LANES):
-                prefetch_lines(later, key_stride, width, column)
-                sums = tile_dot(
-                    sums, shift(keys, column), key_stride, shift(queries, column), width
-                )
+            for column in range(0, columns, LANES):
+                prefetch_lines(later, key_stride, columns, column)
+                some, queries_, left = shift(keys, column), shift(queries, column), columns - column
+                if HAS_MASKS and left < LANES:
+                    sums = tile_dot(sums, some, key_stride, queries_, width, left)
+                else:
+                    sums = tile_dot(sums, some, key_stride, queries_, width, None)
             tile_store_sums(sums, target, TILE_STRIDE)
 
         @njit
-        def products(target, keys, key_stride, queries, width, ahead, first_key, count):
+        def products(target, keys, key_stride, columns, queries, width, ahead, first_key, count):
             key = first_key
             while key + KEYS <= count:
-                place = shift(target, key * TILE_STRIDE)
-                tile(place, shift(keys, key * key_stride), key_stride, queries, width, ahead)
+                place, some = shift(target, key * TILE_STRIDE), shift(keys, key * key_stride)
+                tile(place, some, key_stride, columns, queries, width, ahead)
                 key += KEYS
             return key
 
@@ -349,15 +364,15 @@ def make_products(dtype: str, stored: str, in_products: str) -> Callable:
     for_singles, for_single = panel(LANES, 1), panel(1, 1)
 
     @njit
-    def all_products(target, keys, key_stride, queries, width, rows, ahead, count):
+    def all_products(target, keys, key_stride, columns, queries, width, rows, ahead, count):
         if rows == 1:
-            key = for_singles(target, keys, key_stride, queries, width, ahead, 0, count)
-            for_single(target, keys, key_stride, queries, width, ahead, key, count)
+            key = for_singles(target, keys, key_stride, columns, queries, width, ahead, 0, count)
+            for_single(target, keys, key_stride, columns, queries, width, ahead, key, count)
         else:
             for row in range(0, rows, QUERIES):
                 place, some = shift(target, row), shift(queries, row * width)
-                key = for_groups(place, keys, key_stride, some, width, ahead, 0, count)
-                for_group(place, keys, key_stride, some, width, ahead, key, count)
+                key = for_groups(place, keys, key_stride, columns, some, width, ahead, 0, count)
+                for_group(place, keys, key_stride, columns, some, width, ahead, key, count)
 
     return all_products
 
@@ -598,6 +613,15 @@ def make_decode_kernel(
                 )
                 store(accumulator, index, fma(before, factor, own))
 
+    @njit
+    def zero_unused_columns(scores, keys):
+        """Products never write columns without a query."""
+        zeros = splat(scalar(0.0), LANES)
+        for key in range(keys):
+            # Their number is a constant: else LLVM would call memset for each key.
+            for column in range(0, MOST_ROWS, LANES):
+                store(scores, key * TILE_STRIDE + column, zeros)
+
     def decode(parameters, piece, memory):
         head_width, value_width = sizes_of_block(parameters, piece)
         rows = piece.heads * piece.query_count
@@ -613,16 +637,18 @@ def make_decode_kernel(
         fill(accumulator, MOST_ROWS * value_width, 0.0)
         fill(memory.zeros, value_width, 0.0)
         keys_ahead, values_ahead = AHEAD // head_width, AHEAD // value_width
-        # Products never write columns without a query.
-        for key in range(KEY_BLOCK):
-            fill(shift(scores, key * TILE_STRIDE), columns, 0.0)
+        zero_unused_columns(scores, min(KEY_BLOCK, piece.key_stop - piece.key_start))
 
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, key_stride = key_rows(parameters, piece, memory.keys, key_start, count)
-            values, value_stride = value_rows(parameters, piece, memory.values, key_start, count)
+            keys, key_stride, key_columns = key_rows(
+                parameters, piece, memory.keys, key_start, count
+            )
+            values, value_stride, value_columns = value_rows(
+                parameters, piece, memory.values, key_start, count
+            )
             products(
-                scores, as_keys(address_of(keys)), key_stride // step,
+                scores, as_keys(address_of(keys)), key_stride // step, key_columns // step,
                 queries, head_width // step, rows, keys_ahead, count,
             )  # fmt: skip
             scale_scores(parameters, piece, memory, key_start, columns, count)
@@ -648,8 +674,8 @@ def make_decode_kernel(
             scale_weights(parameters, piece, memory, key_start, columns, count)
             fill(sums, (1 if rows == 1 else round_up(rows, GROUP)) * value_width, 0.0)
             weighted_sums(
-                sums, value_width, memory.weights, values, value_stride, memory.zeros, rows,
-                values_ahead, count,
+                sums, value_width, memory.weights, values, value_stride, value_columns,
+                memory.zeros, rows, values_ahead, count,
             )  # fmt: skip
             add_tile(accumulator, sums, correction, rows, value_width)
 

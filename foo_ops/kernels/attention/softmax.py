@@ -511,7 +511,7 @@ def make_statistics_loader(dtype: str) -> Callable:
         """Store the sum of the products of two rows."""
         sum_ = tile_zero(target, 1, 1, LANES)
         for column in range(0, width, LANES):
-            sum_ = tile_dot(sum_, shift(first, column), 0, shift(second, column), 0)
+            sum_ = tile_dot(sum_, shift(first, column), 0, shift(second, column), 0, None)
         tile_store_sums(sum_, target, 0)
 
     @njit

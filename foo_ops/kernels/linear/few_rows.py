@@ -138,7 +138,7 @@ def make_element_tiles(
                 if FETCHES:
                     prefetch_vectors(vectors, COLUMNS * (ahead + step), LANES, COLUMNS)
                 total = tile_dot(
-                    total, shift(rows, step), depth // STEP, shift(vectors, step), steps
+                    total, shift(rows, step), depth // STEP, shift(vectors, step), steps, None
                 )
             if whole * STEP < product.depth:
                 edges = as_stored(address_of(memory.edges))
@@ -148,8 +148,7 @@ def make_element_tiles(
                     copy_row(shift(edges, other * VECTOR), line, 1, count, VECTOR)
                 total = tile_dot(
                     total, shift(rows, whole), depth // STEP,
-                    as_right_products(address_of(edges)), LANES,
-                )  # fmt: skip
+                    as_right_products(address_of(edges)), LANES, None)  # fmt: skip
             tile_store_sums(total, sums, width)
 
         return tile

@@ -313,7 +313,7 @@ def make_group_tiles(
             # Tables have no zeros.
             for group in range(0, padded if CODES != TABLE4 else 0, LANES):
                 of_groups = shift(scales, padded + group)
-                total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
+                total = tile_dot(total, of_groups, depth, shift(offsets, group), padded, None)
             digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
             right, count = shift(right, column * stride), product.depth // CODES_PER_BYTE
             whole = count // BYTES * BYTES
@@ -707,7 +707,7 @@ def _make_unpacked_tiles(dtype: str, weights: Weights) -> Tiles:
                 unpack(product, shift(numbers, other * depth), column + other, 0, product.depth)
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for step in range(0, product.depth, LANES):
-                total = tile_dot(total, shift(left, step), depth, shift(numbers, step), depth)
+                total = tile_dot(total, shift(left, step), depth, shift(numbers, step), depth, None)
             tile_store_sums(total, sums, width)
 
         return tile

@@ -7,11 +7,11 @@
     tile_fma(tile, a, a_row, a_step, b, b_step, STEPS)  tile[i, j] += a[i * a_row + k * a_step] *
                                             b[k * b_step, j-th vector], for each k of STEPS
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
-    tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
-                                            j-th vector], for each k; with pairs, for 2k and 2k + 1;
-                                            b may be int8 or float8_e4m3fn
-    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
-                                            either may be int8 or float8_e4m3fn
+    tile_outer(tile, factors, b, b_stride, count)   tile[i, j] += factors[k * ROWS + i, 0] *
+                                            b[k * b_stride, j-th vector], for each k; with pairs,
+                                            for 2k and 2k + 1; b may be int8 or float8_e4m3fn
+    tile_dot(tile, a, a_stride, b, b_stride, count) tile[i, j] += a[i-th row] * b[j-th row],
+                                            vectors; either may be int8 or float8_e4m3fn
     tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    the same, with b[j-th row] *
                                             factors[j, 0] in place of b[j-th row]
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
@@ -22,6 +22,8 @@
                                             row_scales[i] * scales[j], for a tile of integers
 
 ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
+``count`` is None, or the number of elements that are read of each row: of b's in tile_outer, of a's
+in tile_dot. The others count as zeros.
 If a and b have dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
 instruction if the processor has it (AVX512-BF16). tile_fma also takes int16x2, and of int8x4 and
 uint8x4 one for a and the other for b.
@@ -192,8 +194,8 @@ def tile_splat(typing_context, pointer, stride, rows, lanes):
     return tile(pointer, types.intp, rows, lanes), generate
 
 
-@intrinsic
-def tile_outer(typing_context, tile, factors, b, stride):
+@intrinsic(prefer_literal=True)
+def tile_outer(typing_context, tile, factors, b, stride, count):
     """Add rows of ``b``, times one factor for each of the tile's rows, to a tile.
 
     A factor that is a pair belongs to two rows of ``b``, whose vectors are interleaved to pairs.
@@ -202,15 +204,17 @@ def tile_outer(typing_context, tile, factors, b, stride):
     of_pairs = factors.vector.element == types.int32
     multiply_add = emit_pair_fma if of_pairs else emit_fma
 
-    def load_columns(builder, pointer, step, stride):
+    def load_columns(builder, pointer, step, stride, count):
         if not of_pairs:
             start = builder.mul(stride, stride.type(step))
             places = (builder.add(start, INT64(column * lanes)) for column in range(columns))
-            return [_load_numbers(builder, tile, b.dtype, pointer, place) for place in places]
+            return [
+                _load_numbers(builder, tile, b.dtype, pointer, place, count) for place in places
+            ]
         size = columns * lanes
         upper, lower = (
-            emit_load_elements(
-                builder, b.dtype, pointer, builder.mul(stride, stride.type(row)), size
+            _load_stored(
+                builder, b.dtype, pointer, builder.mul(stride, stride.type(row)), size, count
             )
             for row in (2 * step, 2 * step + 1)
         )
@@ -222,9 +226,10 @@ def tile_outer(typing_context, tile, factors, b, stride):
         return vectors
 
     def generate(context, builder, signature, args):
-        result, factor_tile, pointer, step_stride = args
+        result, factor_tile, pointer, step_stride, given = args
+        some = _given(count, given)
         for step in range(factors.rows // rows):
-            vectors = load_columns(builder, pointer, step, step_stride)
+            vectors = load_columns(builder, pointer, step, step_stride, some)
             for row in range(rows):
                 factor = builder.extract_value(factor_tile, step * rows + row)
                 for column in range(columns):
@@ -234,23 +239,36 @@ def tile_outer(typing_context, tile, factors, b, stride):
                     result = builder.insert_value(result, value, position)
         return result
 
-    return tile(tile, factors, b, types.intp), generate
+    return tile(tile, factors, b, types.intp, count), generate
 
 
-def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
+def _given(count, value) -> ir.Value | None:
+    return None if isinstance(count, types.NoneType) else value
+
+
+def _load_stored(builder, dtype, pointer, index, lanes, count) -> ir.Value:
+    """Emit the load of a vector in its storage type: of ``count`` elements, or all for None."""
+    if count is None:
+        return emit_load_elements(builder, dtype, pointer, index, lanes)
+    return emit_load_first(builder, dtype, builder.gep(pointer, [index]), count, lanes)
+
+
+def _load_numbers(builder, tile, dtype, pointer, index, count=None) -> ir.Value:
     """Emit the load of a vector of a tile; bytes are converted to its numbers."""
-    vector = emit_load_vector(builder, dtype, pointer, index, tile.vector.lanes)
+    stored = _load_stored(builder, dtype, pointer, index, tile.vector.lanes, count)
+    vector = widen(builder, dtype, stored)
     if dtype not in BYTES:
         return vector
     return emit_numbers_of_bytes(builder, dtype, vector, vector_ir(tile.vector))
 
 
-@intrinsic
-def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
+@intrinsic(prefer_literal=True)
+def tile_dot(typing_context, tile, a, a_stride, b, b_stride, count):
     def generate(context, builder, signature, args):
-        return _add_dots(builder, tile, a.dtype, args[:3], _load_rows(builder, tile, b, *args[3:]))
+        vectors = _load_rows(builder, tile, b, *args[3:5])
+        return _add_dots(builder, tile, a.dtype, args[:3], vectors, _given(count, args[5]))
 
-    return tile(tile, a, types.intp, b, types.intp), generate
+    return tile(tile, a, types.intp, b, types.intp, count), generate
 
 
 @intrinsic
@@ -267,17 +285,14 @@ def tile_dot_scaled(typing_context, tile, a, a_stride, b, b_stride, factors):
 
 @intrinsic
 def tile_dot_bytes(typing_context, tile, a, a_stride, b, b_stride, count):
-    size, is_whole = 4 * tile.vector.lanes, isinstance(count, types.NoneType)
+    size = 4 * tile.vector.lanes
 
     def generate(context, builder, signature, args):
         _, _, _, pointer, stride, given = args
         words, vectors = vector_ir(tile.vector), []
         for column in range(tile.columns):
-            place = builder.gep(pointer, [builder.mul(stride, INT64(column))])
-            if is_whole:
-                stored = emit_load_vector(builder, b.dtype, place, INT64(0), size)
-            else:
-                stored = emit_load_first(builder, b.dtype, place, given, size)
+            place = builder.mul(stride, INT64(column))
+            stored = _load_stored(builder, b.dtype, pointer, place, size, _given(count, given))
             vectors.append(builder.bitcast(emit_unsigned_bytes(builder, stored), words))
         return _add_dots(builder, tile, a.dtype, args[:3], vectors)
 
@@ -290,13 +305,13 @@ def _load_rows(builder, tile, b, pointer, stride) -> list[ir.Value]:
     return [_load_numbers(builder, tile, b.dtype, pointer, place) for place in places]
 
 
-def _add_dots(builder, tile, dtype, args, vectors) -> ir.Value:
+def _add_dots(builder, tile, dtype, args, vectors, count=None) -> ir.Value:
     """Add the products of each row of a, which has a dtype, and each of the vectors."""
     multiply_add = _OF_PARTS.get(dtype, emit_fma)
     result, pointer, stride = args
     for row in range(tile.rows):
         index = builder.mul(stride, INT64(row))
-        factor = _load_numbers(builder, tile, dtype, pointer, index)
+        factor = _load_numbers(builder, tile, dtype, pointer, index, count)
         for column, vector in enumerate(vectors):
             position = row * tile.columns + column
             total = builder.extract_value(result, position)

@@ -252,3 +252,42 @@ def test_sums_of_chunks_stay_inside(dtype):
             changed = sums != before
             changed[0, 1:-1] = False
             assert not changed.any()
+
+
+# Keys and values end where a page ends; reading the page behind it ends the process.
+AT_THE_END_OF_A_PAGE = """
+import ctypes
+import mmap
+import torch
+import foo_ops
+
+PAGE, NO_ACCESS = mmap.PAGESIZE, 0
+libc = ctypes.CDLL(None, use_errno=True)
+kept_alive = []
+
+
+def at_the_end(tensor):
+    bytes = tensor.numel() * tensor.element_size()
+    pages = -(-bytes // PAGE)
+    memory = mmap.mmap(-1, (pages + 1) * PAGE)
+    kept_alive.append(memory)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    behind = ctypes.c_void_p(whole.data_ptr() + pages * PAGE)
+    assert libc.mprotect(behind, ctypes.c_size_t(PAGE), NO_ACCESS) == 0
+    last = whole[pages * PAGE - bytes : pages * PAGE].view(tensor.dtype).view(tensor.shape)
+    return last.copy_(tensor)
+
+
+for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    for columns in (2, 4, 20, 34, 80):
+        for heads, queries in ((1, 1), (4, 1), (2, 3)):
+            query = torch.randn(1, heads, queries, columns, dtype=dtype)
+            key, value = (at_the_end(it) for it in torch.randn(2, 1, 1, 7, columns, dtype=dtype))
+            output = foo_ops.attention(query, key, value)
+            assert output.equal(foo_ops.attention(query, key.clone(), value.clone()))
+print("done")
+"""
+
+
+def test_nothing_is_read_behind_keys_and_values():
+    assert run(AT_THE_END_OF_A_PAGE, cache_directory())[0] == "done"

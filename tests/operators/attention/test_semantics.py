@@ -306,6 +306,28 @@ def test_strides_of_whole_vectors(dtype, lay_out, device):
     testing.check_gradients(ATTENTION, sample, gradients, cotangents)
 
 
+def beside_nan(tensor):
+    """Lay rows out at even strides, with NaN between them."""
+    columns = tensor.shape[-1]
+    room = tensor.new_full((*tensor.shape[:-1], columns + 2 + columns % 2), math.nan)
+    room[..., :columns] = tensor
+    return room[..., :columns]
+
+
+@pytest.mark.parametrize("keys", [1, 6, 131])
+@pytest.mark.parametrize(("heads", "queries"), [(2, 1), (8, 1), (4, 3)])
+@pytest.mark.parametrize("dims", [(4, 2), (20, 36), (80, 72), (6, 130)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
+def test_few_queries_read_columns_of_their_rows_only(dtype, dims, heads, queries, keys, device):
+    """Rows that are no whole vectors are read in place, where loads have masks."""
+    head_dim, value_dim = dims
+    sample = attention_sample(
+        batch=1, heads=heads, key_heads=2, queries=queries, keys=keys, head_dim=head_dim,
+        value_dim=value_dim, is_causal=True,
+    )(dtype).to(device).map(beside_nan)  # fmt: skip
+    testing.check_outputs(ATTENTION, sample, dtype, sample.call(ATTENTION.operator))
+
+
 def test_one_tensor_as_query_key_and_value(device):
     x = torch.randn(1, 2, 6, 4, dtype=torch.float64).to(device).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: foo_ops.attention(t, t, t, is_causal=True), x)
