@@ -263,3 +263,31 @@ def test_model_takes_its_caches(monkeypatch):
     with torch.no_grad():
         model(tokens(1, 1), past_key_values=cache)
     assert type(cache.layers[0]).__name__ == "GrowingLayer"
+
+
+@pytest.mark.parametrize("replaced", [{"keys"}, {"values"}, {"keys", "values"}], ids=str)
+def test_others_may_replace_keys_or_values(replaced):
+    ours, own = in_place_cache(DynamicCache()), DynamicCache()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        given = torch.randn(2, 1, 2, 3, 4, generator=generator).unbind()
+        results = [cache.update(*given, 0) for cache in (ours, own)]
+        assert all(map(torch.equal, *results))
+        if step % 2:
+            for layer in (ours.layers[0], own.layers[0]):
+                for name in replaced:
+                    setattr(layer, name, 2 * getattr(layer, name))
+        assert ours.get_seq_length() == own.get_seq_length() == 3 * (step + 1)
+        for name in ("keys", "values"):
+            assert torch.equal(getattr(ours.layers[0], name), getattr(own.layers[0], name))
+
+
+def test_keys_are_no_attributes_until_others_set_them():
+    """A token would have to set them for each layer."""
+    cache = in_place_cache(DynamicCache())
+    cache.update(*torch.randn(2, 1, 2, 3, 4).unbind(), 0)
+    layer = cache.layers[0]
+    assert not {"keys", "values"} & vars(layer).keys()
+    assert layer.is_in_memory()
+    layer.keys = layer.keys
+    assert not layer.is_in_memory()

@@ -115,6 +115,8 @@ def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
         if (in_place := classes.get(type(layer))) is not None:
             held = (layer.keys, layer.values) if layer.get_seq_length() else None
             layer.__class__ = in_place
+            if isinstance(layer, GrowingLayer):
+                layer.hide_attributes()
             if in_place is Int8Layer and held is not None:
                 layer.reset()
                 layer.update(*held)
@@ -193,7 +195,6 @@ class Memory:
     Attributes:
         tensors: the keys and the values, (B, H, room, D).
         shown: aliases of the tensors, of which views are returned.
-        last_keys, last_values: the views that were returned last, from which a layer continues.
         end: how many positions were written.
         positions: (B,), buffer for ``end``, which the operator reads from a tensor.
     """
@@ -208,71 +209,49 @@ class Memory:
                 tensor.narrow(2, 0, end).copy_(old)
         # Autograd would count writes behind a view as changes of it; not so with `data`.
         self.shown = tuple(it.data for it in self.tensors)
-        self.last_keys: Tensor | None
-        self.last_values: Tensor | None
-        self.last_keys, self.last_values = held if held else (None, None)
         self.room, self.end = room, end
         self.positions = torch.empty(len(given[0]), dtype=torch.int64, device=given[0].device)
         self.is_inference = torch.is_inference_mode_enabled()
 
-    def is_latest(self, held: Sequence[Tensor]) -> bool:
-        # Written out, since it runs for each token in each layer.
-        return held[0] is self.last_keys and held[1] is self.last_values
-
-    def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-        """Whether a layer holds the latest views, and the given tensors fit behind them."""
-        keys, values = self.tensors
-        if given[0].dtype != keys.dtype or given[1].dtype != values.dtype:
-            return False
-        return self.has_room(held, given[0].shape[2])
-
-    def has_room(self, held: Sequence[Tensor], count: int) -> bool:
-        """Whether a layer holds the latest views, with room behind them that may be written."""
-        if not self.is_latest(held) or self.end + count > self.room:
+    def has_room(self, count: int) -> bool:
+        """Whether there is room for further positions, which may be written."""
+        if self.end + count > self.room:
             return False
         return not self.is_inference or torch.is_inference_mode_enabled()
 
-    def rewind(self, held: Sequence[Tensor]) -> None:
-        """Continue after a crop if nobody holds more; assisted generation crops in each step."""
-        if self.is_latest(held):
-            return
-        is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
-        self.last_keys = self.last_values = None
-        if is_own and all(holders_of(it) == 3 for it in self.tensors):
-            self.last_keys, self.last_values = held
-            self.end = held[0].shape[2]
+    def rewind(self, held: Sequence[Tensor]) -> bool:
+        """Forget all behind the views that a layer holds, if nobody else holds more.
 
-    def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        Assisted generation crops in each step.
+        """
+        is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
+        if not is_own or any(holders_of(it) != 3 for it in self.tensors):
+            return False
+        self.end = held[0].shape[2]
+        return True
+
+    def append(self, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Append the given keys and values; return all."""
         self.positions.fill_(self.end)
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.end += given[0].shape[2]
-        return self.show()
+        return self.view(0), self.view(1)
 
-    def show(self) -> tuple[Tensor, Tensor]:
-        """Return views of all that was written."""
-        keys, values = self.shown
-        self.last_keys, self.last_values = (
-            keys.narrow(2, 0, self.end),
-            values.narrow(2, 0, self.end),
-        )
-        return self.last_keys, self.last_values
+    def view(self, number: int) -> Tensor:
+        """Return all keys (0) or values (1) that were written."""
+        return self.shown[number].narrow(2, 0, self.end)
 
-    def overwrite(self, new: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replace all that was written, and return views of it.
-
-        Where others hold parts, or with another number of rows, the given tensors are returned.
-        """
-        self.last_keys = self.last_values = None
+    def overwrite(self, new: Sequence[Tensor]) -> bool:
+        """Replace all that was written, unless others hold parts or the number of rows changes."""
         if any(holders_of(it) != 2 or len(it) != len(new[0]) for it in self.tensors):
-            return new
+            return False
         for tensor, it in zip(self.tensors, new):
             tensor.narrow(2, 0, self.end).copy_(it)
-        return self.show()
+        return True
 
 
 def holders_of(tensor: Tensor) -> int:
-    """Count the tensors that share its memory; a `Memory` and a layer make three."""
+    """Count the tensors that share its memory; a `Memory` has two, and its views are further."""
     storage = tensor.untyped_storage()
     count: int = storage_use_count(storage._cdata)
     return count - 1
@@ -286,56 +265,94 @@ def promoted(new: Tensor, old: Tensor) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """The keys and values of one layer, at the front of memory that doubles when it is full.
 
-    ``keys`` and ``values`` are views of it, or tensors that others have put there (in another
-    order), which are copied to new memory before the next write.
+    ``keys`` and ``values`` are views of it, made where they are asked for: a token of a model with
+    24 layers has no use for 48 tensors of Python. Others may put other tensors in their places (in
+    another order, for one), which are copied to new memory before the next write.
     """
 
     memory: Memory | None = None
+    held_keys: Tensor | None = None
+    held_values: Tensor | None = None
+
+    @property
+    def keys(self) -> Any:
+        return self.shown(0, self.held_keys)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self.held_keys = value
+
+    @property
+    def values(self) -> Any:
+        return self.shown(1, self.held_values)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self.held_values = value
+
+    def shown(self, number: int, held: Tensor | None) -> Tensor | None:
+        return held if held is not None or self.memory is None else self.memory.view(number)
+
+    def is_in_memory(self) -> bool:
+        """Whether keys and values are what the memory holds."""
+        return self.memory is not None and self.held_keys is None and self.held_values is None
+
+    def hide_attributes(self) -> None:
+        """Move the attributes of an object of the base class behind the properties."""
+        for name in ("keys", "values"):
+            if name in vars(self):
+                setattr(self, name, vars(self).pop(name))
+
+    def get_seq_length(self) -> int:
+        return self.memory.end if self.is_in_memory() else super().get_seq_length()  # type: ignore[union-attr]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
-        given = (key_states, value_states)
-        if is_recorded(self, *given) or torch.compiler.is_compiling():
+        if is_recorded(self, key_states, value_states) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *arguments, **keywords)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held: Any = (self.keys, self.values)
+        held = self.memory.tensors if self.is_in_memory() else (self.keys, self.values)  # type: ignore[union-attr]
         given = (promoted(key_states, held[0]), promoted(value_states, held[1]))
-        if self.memory is None or not self.memory.continues(held, given):
-            self.memory = self.new_memory(held, given, key_states.shape[2])
-        self.keys, self.values = self.memory.append(given)
-        return self.keys, self.values
+        count = key_states.shape[2]
+        is_wider = given[0].dtype != held[0].dtype or given[1].dtype != held[1].dtype
+        if is_wider or not self.has_room(count):
+            self.move(given, count)
+        return self.memory.append(given)  # type: ignore[union-attr]
 
-    def new_memory(self, held: Sequence[Tensor], given: Sequence[Tensor], count: int) -> Memory:
-        """Return memory for some further positions, and for as many again as there are then."""
+    def has_room(self, count: int) -> bool:
+        """Whether further positions can be written behind the keys and values."""
+        return self.is_in_memory() and self.memory.has_room(count)  # type: ignore[union-attr]
+
+    def move(self, like: Sequence[Tensor], count: int) -> None:
+        """Move to memory for some further positions, and for as many again as there are then."""
         length = self.get_seq_length()
-        return Memory(max(2 * (length + count), LEAST_ROOM), length, held, given)
+        room = max(2 * (length + count), LEAST_ROOM)
+        self.memory = Memory(room, length, (self.keys, self.values), like)
+        self.held_keys = self.held_values = None
 
     def make_room(self, count: int) -> None:
         """Have memory for some further positions, as `update` would need it."""
-        if not self.get_seq_length() or is_recorded(self):
-            return
-        held: Any = (self.keys, self.values)
-        if self.memory is None or not self.memory.has_room(held, count):
-            self.memory = self.new_memory(held, held, count)
-            self.keys, self.values = self.memory.show()
+        if self.get_seq_length() and not is_recorded(self) and not self.has_room(count):
+            self.move((self.keys, self.values), count)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the batch in place, if nobody else holds the keys and values."""
-        held: Any = (self.keys, self.values)
-        if self.memory is None or is_recorded(self) or not self.memory.has_room(held, 0):
+        if is_recorded(self) or not self.has_room(0):
             super().reorder_cache(beam_idx)
-        elif beam_idx.tolist() != list(range(len(held[0]))):
-            new = [it.index_select(0, beam_idx.to(it.device)) for it in held]
-            self.keys = self.values = held = None
-            self.keys, self.values = self.memory.overwrite(new)
+        elif beam_idx.tolist() != list(range(len(self.memory.tensors[0]))):  # type: ignore[union-attr]
+            new = [it.index_select(0, beam_idx.to(it.device)) for it in (self.keys, self.values)]
+            if not self.memory.overwrite(new):  # type: ignore[union-attr]
+                self.keys, self.values = new
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        left: Any = (self.keys, self.values)
-        if self.memory is not None and self.is_initialized:
-            self.memory.rewind(left)
+        left = (self.held_keys, self.held_values)
+        if self.memory is None or left[0] is None or left[1] is None:
+            return
+        if self.memory.rewind(left):  # type: ignore[arg-type]
+            self.held_keys = self.held_values = None
 
     def reset(self) -> None:
         super().reset()
@@ -343,7 +360,8 @@ class GrowingLayer(DynamicLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which makes memory of its own when it is continued."""
-        return {name: it for name, it in vars(self).items() if name != "memory"}
+        state = {name: it for name, it in vars(self).items() if name != "memory"}
+        return {**state, "held_keys": self.keys, "held_values": self.values}
 
 
 class Int8Layer(GrowingLayer):
