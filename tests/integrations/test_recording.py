@@ -116,6 +116,57 @@ def test_fills():
     check(function, single, several, torch.zeros(1, dtype=torch.int32), torch.zeros(1))
 
 
+def test_what_depends_on_nothing_is_computed_once():
+    def function(position, it):
+        rows = torch.arange(4) * 2
+        return [it[rows] + torch.ones(4) + position]
+
+    program = check(function, numbers(8))
+    assert len(program) == 3  # an index and two sums
+
+
+def test_what_is_written_or_returned_is_computed_each_time():
+    def function(position, it):
+        sums, counts, whole = torch.zeros(4), torch.zeros(2, 2), torch.ones(3)
+        sums.add_(it)
+        counts.view(4)[1:].add_(position)
+        return [sums * 2, counts + 1, whole, whole[1:]]
+
+    made = recorded(function, numbers(4))
+    for _ in range(2):
+        results = run(made, 5, numbers(4))
+        assert all(map(torch.equal, results, function(5, numbers(4))))
+        for it in results:
+            it.zero_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_embeddings_of_a_few_tokens(dtype):
+    """They need no dispatcher, except for many tokens and unusual layouts."""
+    weight = numbers(30, 6).to(dtype)
+    tokens = torch.tensor([[3, 29, 0], [3, 3, 1]])
+    embedding = torch.nn.functional.embedding
+    others = lambda position: [weight, (tokens + position) % 30]  # noqa: E731
+    check(lambda position, *it: [embedding(*reversed(it))], weight, tokens, others=others)
+    check(lambda position, *it: [embedding(*reversed(it))], weight[:, ::2], tokens)
+    check(lambda position, *it: [embedding(*reversed(it))], weight.T, tokens[:, :1] // 29)
+    check(lambda position, *it: [embedding(*reversed(it))], weight, tokens.T)
+    check(lambda position, *it: [embedding(*reversed(it))], weight, tokens.int())
+    check(lambda position, *it: [embedding(*reversed(it))], weight, tokens.repeat(1, 9))
+    check(lambda position, *it: [embedding(*reversed(it))], weight, tokens[:, :0])
+
+
+@pytest.mark.parametrize("token", [-1, 30])
+def test_a_token_outside_of_the_embedding_is_refused(token):
+    made = recorded(
+        lambda position, *it: [torch.nn.functional.embedding(*reversed(it))],
+        numbers(30, 6),
+        torch.tensor([3]),
+    )
+    with pytest.raises(IndexError, match="out of range"):
+        run(made, 5, numbers(30, 6), torch.tensor([token]))
+
+
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_a_sum_and_its_norm_are_one_operator(norm):
     def function(position, a, b, weight):

@@ -50,7 +50,7 @@ struct Guard {
 using Result = std::variant<std::monostate, Register, std::vector<int64_t>, Guard>;
 
 // Operators that are quicker done without the dispatcher, for tensors that allow it.
-enum class Shortcut { kNone, kSlice, kFill };
+enum class Shortcut { kNone, kSlice, kFill, kEmbedding };
 
 struct OperatorCall {
   c10::OperatorHandle op;

@@ -353,6 +353,49 @@ def merged_calls(recordings: Sequence[Recording], positions: Sequence[int]) -> l
     return calls
 
 
+def without_constants(
+    calls: Sequence[Call], addresses: dict[Name, int], outputs: Sequence[Name]
+) -> tuple[list[Call], dict[Name, Tensor]]:
+    """Compute what depends on nothing, such as ``arange(1)``, and that nobody writes or receives.
+
+    Returns:
+        The other calls, and the computed tensors.
+    """
+    changed = {addresses[it] for call in calls for it in written_by(call)}
+    changed |= {addresses[it] for it in outputs}
+    left: list[Call] = []
+    computed: dict[Name, Tensor] = {}
+    for call in calls:
+        given = [call.arguments, call.keywords]
+        is_known = computed.keys() >= set(names_in(given)) and not has_lines(given)
+        results = [it for it in call.results if isinstance(it, Name)]
+        is_kept = len(results) == len(call.results) == 1 and addresses[results[0]] not in changed
+        if is_known and is_kept and not (call.writes or call.is_random):
+            arguments, keywords = filled(given, computed)
+            computed[results[0]] = call.operator(*arguments, **keywords)
+        else:
+            left.append(call)
+    return left, computed
+
+
+def has_lines(value: Any) -> bool:
+    if isinstance(value, dict):
+        return has_lines(list(value.values()))
+    is_list = isinstance(value, (list, tuple)) and not isinstance(value, (Line, Name))
+    return isinstance(value, Line) or (is_list and any(map(has_lines, value)))
+
+
+def filled(value: Any, tensors: dict[Name, Tensor]) -> Any:
+    """Replace names by their tensors."""
+    if isinstance(value, Name):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {name: filled(it, tensors) for name, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [filled(it, tensors) for it in value]
+    return value
+
+
 def with_fused_norms(calls: Sequence[Call]) -> list[Call]:
     """Let one operator add a residual and normalise the sum, with the same bits as two."""
     norms = {
@@ -571,18 +614,20 @@ def make_program(
     Raises:
         NotRecordedError: if they differ in more than integers that grow with the position.
     """
-    calls = with_adjacent_products(with_fused_norms(merged_calls(recordings, positions)))
-    builder = Builder(calls, recordings[0].addresses)
+    addresses = recordings[0].addresses
+    calls, computed = without_constants(merged_calls(recordings, positions), addresses, outputs)
+    builder = Builder(with_adjacent_products(with_fused_norms(calls)), addresses)
     instructions = builder.instructions(outputs)
     returned = [builder.register(it) for it in outputs]
-    of_kind: dict[str, dict[int, int]] = {"input": {}, "constant": {}, "result": {}}
+    constants, inputs = [], {}
     for name, register in builder.registers.items():
-        of_kind[name.kind][name.number] = register
-    constants = [
-        (register, recordings[-1].constants[number])
-        for number, register in of_kind["constant"].items()
-    ]
-    inputs = dict(sorted(of_kind["input"].items()))
+        if name in computed:
+            constants.append((register, computed[name]))
+        elif name.kind == "constant":
+            constants.append((register, recordings[-1].constants[name.number]))
+        elif name.kind == "input":
+            inputs[name.number] = register
+    inputs = dict(sorted(inputs.items()))
     program = Program(
         len(builder.registers), list(inputs.values()), returned, constants, instructions
     )
