@@ -13,16 +13,57 @@
 
 namespace foo {
 
-// The jobs of a call, which do not depend on each other.
-struct Loop {
-  int64_t jobs;
-  // Bytes of scratch memory that a job needs.
-  int64_t bytes;
-  std::function<void(int64_t job, void* scratch)> work;
-  // Cost of a job, for plans.
-  std::function<double(int64_t job)> cost;
-  // Keeps the memory that the jobs read and write.
-  std::vector<at::Tensor> tensors;
+// Runs the jobs of calls, which do not depend on each other, in one parallel loop. A call has
+// jobs(), the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) for
+// plans.
+template <class Call>
+void run_together(const std::vector<Call>& calls) {
+  std::vector<int64_t> ends;
+  int64_t jobs = 0, bytes = 0;
+  for (const Call& call : calls) {
+    ends.push_back(jobs += call.jobs());
+    bytes = std::max(bytes, call.bytes());
+  }
+  const auto place_of = [&](int64_t job) {
+    const auto index = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
+    return std::pair(index, job - (index == 0 ? 0 : ends[index - 1]));
+  };
+  share_jobs(
+      jobs,
+      [&](int64_t thread, auto next) {
+        const ScratchMemory scratch(scratch_pool(), thread, bytes);
+        for (int64_t job = next(); job >= 0; job = next()) {
+          const auto [index, own] = place_of(job);
+          calls[index].work(own, scratch.get());
+        }
+      },
+      [&](int64_t job) {
+        const auto [index, own] = place_of(job);
+        return calls[index].cost(own);
+      });
+}
+
+// A call of any kind, with the tensors whose memory it reads and writes.
+class Loop {
+ public:
+  template <class Call>
+  Loop(Call call, std::vector<at::Tensor> tensors)
+      : jobs_(call.jobs()),
+        bytes_(call.bytes()),
+        work_([call](int64_t job, void* scratch) { call.work(job, scratch); }),
+        cost_([call](int64_t job) { return call.cost(job); }),
+        tensors_(std::move(tensors)) {}
+
+  int64_t jobs() const { return jobs_; }
+  int64_t bytes() const { return bytes_; }
+  void work(int64_t job, void* scratch) const { work_(job, scratch); }
+  double cost(int64_t job) const { return cost_(job); }
+
+ private:
+  int64_t jobs_, bytes_;
+  std::function<void(int64_t job, void* scratch)> work_;
+  std::function<double(int64_t job)> cost_;
+  std::vector<at::Tensor> tensors_;
 };
 
 // While an instance lives, its thread's calls on the CPU may leave their loops to it; without `run`
@@ -42,30 +83,7 @@ class LoopBatch {
   void add(Loop loop) { loops_.push_back(std::move(loop)); }
 
   void run() {
-    std::vector<int64_t> ends;
-    int64_t jobs = 0, bytes = 0;
-    for (const Loop& loop : loops_) {
-      ends.push_back(jobs += loop.jobs);
-      bytes = std::max(bytes, loop.bytes);
-    }
-    const auto place_of = [&](int64_t job) {
-      const auto loop = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
-      return std::pair(loop, job - (loop == 0 ? 0 : ends[loop - 1]));
-    };
-    const auto cost = [&](int64_t job) {
-      const auto [loop, own] = place_of(job);
-      return loops_[loop].cost(own);
-    };
-    share_jobs(
-        jobs,
-        [&](int64_t thread, auto next) {
-          const ScratchMemory scratch(scratch_pool(), thread, bytes);
-          for (int64_t job = next(); job >= 0; job = next()) {
-            const auto [loop, own] = place_of(job);
-            loops_[loop].work(own, scratch.get());
-          }
-        },
-        cost);
+    run_together(loops_);
     loops_.clear();
   }
 

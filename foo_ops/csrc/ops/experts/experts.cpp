@@ -63,7 +63,7 @@ struct QuantizedLayer {
     const Tensor output = make_projections(rows, weights.weight.size(1), routing);
     std::vector<ProductCall<QuantizedProduct>> calls;
     add_quantized_forward(calls, output, rows, weights, bias, routing.starts);
-    if (!calls.empty()) run_all(calls);
+    if (!calls.empty()) run_together(calls);
     return output;
   }
 };

@@ -111,7 +111,7 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   product.left_row_stride = kSection;
   auto* const kernel = product_kernel(weights).get<IntegerFunction>(dtype);
   const Cut cut = cut_of_blocks(product, dtype, 1);
-  run_all<IntegerProduct>({{{quantized, rows, scales, sums}, kernel, cut}});
+  run_together<ProductCall<IntegerProduct>>({{{quantized, rows, scales, sums}, kernel, cut}});
   return output;
 }
 

@@ -156,7 +156,7 @@ bool is_adjacent(const at::Tensor& tensor) {
 }
 
 void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut& cut) {
-  run_all<Product>({{product, kernel.get<ProductFunction>(dtype), cut}});
+  run_together<ProductCall<Product>>({{product, kernel.get<ProductFunction>(dtype), cut}});
 }
 
 // Returns the product or its transpose, whichever costs less. With 97 rows of bfloat16 and weights
@@ -254,7 +254,7 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     if (second == nullptr) {
       run_or_wait(call, output, left.tensor(), right.tensor(), bias);
     } else {
-      run_all<Product>({call});
+      run_together<ProductCall<Product>>({call});
     }
   };
   if (has_few_rows(product, dtype)) {
@@ -285,7 +285,7 @@ void multiply_all(const std::vector<Product>& products, at::ScalarType dtype) {
       calls.push_back(call_of(product, dtype, least));
     }
   }
-  if (!calls.empty()) run_all(calls);
+  if (!calls.empty()) run_together(calls);
   if (!by_torch.empty()) multiply_all_by_torch(by_torch, dtype);
 }
 

@@ -204,55 +204,40 @@ inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t p
   return Cut(product, rows, std::max(2 * kTile, sums / rows / kTile * kTile), least);
 }
 
-// A product, with its kernel and its blocks.
+inline const Product& matrices_of(const Product& product) {
+  return product;
+}
+
+// A product, with its kernel and its blocks: a call of run_together.
 template <class AnyProduct>
 struct ProductCall {
   AnyProduct product;
   void (*kernel)(const AnyProduct* product, const ProductBlock* block, void* scratch,
                  int64_t* bytes);
   Cut cut;
-};
 
-inline const Product& matrices_of(const Product& product) {
-  return product;
-}
+  int64_t jobs() const { return cut.blocks(matrices()); }
 
-// Runs independent products in one parallel loop over all their blocks.
-template <class AnyProduct>
-void run_all(const std::vector<ProductCall<AnyProduct>>& calls) {
-  std::vector<int64_t> first_jobs;
-  int64_t jobs = 0, bytes = 0;
-  for (const auto& [product, kernel, cut] : calls) {
-    first_jobs.push_back(jobs);
-    jobs += cut.blocks(matrices_of(product));
-    const ProductBlock largest = cut.block(matrices_of(product), 0);
-    int64_t bytes_of_call = 0;
-    kernel(&product, &largest, nullptr, &bytes_of_call);
-    bytes = std::max(bytes, bytes_of_call);
+  int64_t bytes() const {
+    const ProductBlock largest = block(0);
+    int64_t bytes = 0;
+    kernel(&product, &largest, nullptr, &bytes);
+    return bytes;
   }
-  const auto call_of_job = [&](int64_t job) {
-    return std::upper_bound(first_jobs.begin(), first_jobs.end(), job) - first_jobs.begin() - 1;
-  };
-  const auto block_of_job = [&](int64_t job) {
-    const auto index = call_of_job(job);
-    return calls[index].cut.block(matrices_of(calls[index].product), job - first_jobs[index]);
-  };
-  const auto cost = [&](int64_t job) {
-    const Product& product = matrices_of(calls[call_of_job(job)].product);
-    return area_of(block_of_job(job)) * static_cast<double>(product.depth);
-  };
-  share_jobs(
-      jobs,
-      [&](int64_t thread, auto next) {
-        const ScratchMemory scratch(scratch_pool(), thread, bytes);
-        for (int64_t job = next(); job >= 0; job = next()) {
-          const auto& [product, kernel, cut] = calls[call_of_job(job)];
-          const ProductBlock block = block_of_job(job);
-          kernel(&product, &block, scratch.get(), nullptr);
-        }
-      },
-      cost);
-}
+
+  void work(int64_t job, void* scratch) const {
+    const ProductBlock own = block(job);
+    kernel(&product, &own, scratch, nullptr);
+  }
+
+  double cost(int64_t job) const {
+    return area_of(block(job)) * static_cast<double>(matrices().depth);
+  }
+
+ private:
+  const Product& matrices() const { return matrices_of(product); }
+  ProductBlock block(int64_t job) const { return cut.block(matrices(), job); }
+};
 
 // Runs a product, or leaves it to this thread's batch. `read` are the tensors that it reads; any
 // may be missing.
@@ -260,26 +245,9 @@ template <class AnyProduct, class... Tensors>
 void run_or_wait(const ProductCall<AnyProduct>& call, const at::Tensor& output,
                  const Tensors&... read) {
   LoopBatch* const batch = LoopBatch::of(output);
-  if (batch == nullptr) return run_all<AnyProduct>({call});
-  const Product& matrices = matrices_of(call.product);
-  const ProductBlock largest = call.cut.block(matrices, 0);
-  int64_t bytes = 0;
-  call.kernel(&call.product, &largest, nullptr, &bytes);
+  if (batch == nullptr) return run_together<ProductCall<AnyProduct>>({call});
   const auto tensor = [](const std::optional<at::Tensor>& it) { return it.value_or(at::Tensor()); };
-  batch->add({.jobs = call.cut.blocks(matrices),
-              .bytes = bytes,
-              .work =
-                  [call](int64_t job, void* scratch) {
-                    const ProductBlock block = call.cut.block(matrices_of(call.product), job);
-                    call.kernel(&call.product, &block, scratch, nullptr);
-                  },
-              .cost =
-                  [call](int64_t job) {
-                    const Product& product = matrices_of(call.product);
-                    return area_of(call.cut.block(product, job)) *
-                           static_cast<double>(product.depth);
-                  },
-              .tensors = {output, tensor(read)...}});
+  batch->add(Loop(call, {output, tensor(read)...}));
 }
 
 }  // namespace foo
