@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
@@ -29,6 +30,7 @@ SMALLEST_ROUNDED = 2.0**-100
 ROWS = 256
 # Bytes of a weight that are dequantized at a time in a backward pass.
 BLOCK = 2**19
+METHODS = ("nearest", "hqq", "awq")
 
 
 def quantize_weight(
@@ -38,6 +40,7 @@ def quantize_weight(
     *,
     method: str = "nearest",
     importance: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Round the weight of a linear layer to integers of 8 or 4 bits, each to the nearest.
 
@@ -59,16 +62,26 @@ def quantize_weight(
     that leave the smallest squares are computed, 20 times in turn. Groups for which this is no
     better stay as they were. It takes three to four times as long, and 0.0 does not stay 0.0.
 
+    ``method="awq"`` needs a sample of the layer's inputs, and makes the error of its outputs small
+    (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization"). Columns whose inputs are large
+    get a finer grid: ``weight * input_scale`` is rounded, and the layer's inputs must be divided by
+    ``input_scale``, which is returned, too. It is a power of each input's mean magnitude; of 20
+    exponents, from 0 on, the one is taken that leaves the smallest squared error of the sample's
+    outputs. Then each group may have a narrower range, down to 0.7 of what spans its weights, where
+    that leaves a smaller error. Zeros are integers, and 0.0 stays 0.0.
+
     Args:
         weight: (N, K), float16, bfloat16, float32 or float64, finite. Values are not checked on the
             meta device, in fake tensors and in compiled graphs.
         bits: 8 or 4.
         group_size: 32, 64 or 128, of which K must be a multiple; with 8 bits also None, for one
             scale for each row.
-        method: "nearest", or "hqq" for 4 bits.
+        method: "nearest", or for 4 bits "hqq" or "awq".
         importance: (K,) for "hqq", how much the squared error of a column's weights matters: at
             best the mean square of that input of the layer, over a few hundred tokens. None if all
             are alike.
+        inputs: (..., K) for "awq", floating-point numbers, inputs of the layer: a few hundred rows
+            of real ones. Computed with in float32.
 
     Returns:
         With 8 bits weight (N, K) int8 and scale (N,) or (N, K / group_size); with 4 bits weight
@@ -76,10 +89,16 @@ def quantize_weight(
         dtype. A scale is rounded up, so that no integer is too large, or down if 127 or 15 times
         the scale is infinite.
 
+        With "awq" a fourth one, input_scale (1, K) of weight's dtype: ``linear_int4(input /
+        input_scale, weight, scale, zero, bias, group_size=group_size)`` is the layer. A module
+        whose result is this input, such as a norm with a weight, may be divided by it instead. As
+        it has two dimensions, it is never taken for a bias.
+
     Raises:
         ValueError: for other bits, group sizes or methods, a K that is no multiple of the group,
-            another number of dimensions, infinities and NaN, and an importance that is negative, or
-            given with another method than "hqq".
+            another number of dimensions, infinities and NaN, an importance that is negative, or
+            given with another method than "hqq", and inputs that are missing for "awq", given with
+            another method, or without rows.
         TypeError: for a weight of another dtype, and for bits or a group_size that are not int.
 
     Example:
@@ -91,15 +110,24 @@ def quantize_weight(
         tensor([1., 1.])
     """
     _check(weight, bits, group_size)
-    _check_method(weight, bits, method, importance)
+    _check_method(weight, bits, method, importance, inputs)
+    if method == "awq":
+        sample: Any = inputs
+        size: Any = group_size
+        scale = column_scale([weight], size, sample).to(weight.dtype)
+        return *quantize_for_inputs(weight, size, sample, scale), scale.unsqueeze(0)
     rounded: Any = to_int8 if bits == 8 else _to_int4
     if method == "hqq":
         rounded = partial(_to_int4_by_splitting, importance=importance)
+    parts = [rounded(rows.double(), weight.dtype, group_size) for rows in _blocks(weight)]
+    return tuple(torch.cat(tensors) for tensors in zip(*parts))
+
+
+def _blocks(weight: Tensor) -> Sequence[Tensor]:
+    """Cut a weight into blocks of rows that are rounded at a time."""
     # A graph is run with values later; tensors without values take no memory, however many rows.
     at_once = not torch.compiler.is_compiling() and _has_no_numbers(weight)
-    blocks = [weight.detach()] if at_once else weight.detach().split(ROWS)
-    parts = [rounded(rows.double(), weight.dtype, group_size) for rows in blocks]
-    return tuple(torch.cat(tensors) for tensors in zip(*parts))
+    return [weight.detach()] if at_once else weight.detach().split(ROWS)
 
 
 def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
@@ -182,16 +210,26 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
         raise ValueError(f"{name}: weight must be finite, got infinities or NaN")
 
 
-def _check_method(weight: Tensor, bits: int, method: str, importance: Tensor | None) -> None:
+def _check_method(
+    weight: Tensor, bits: int, method: str, importance: Tensor | None, inputs: Tensor | None
+) -> None:
     name = "quantize_weight"
-    if method not in ("nearest", "hqq"):
-        raise ValueError(f"{name}: method must be 'nearest' or 'hqq', got {method!r}")
-    if method == "hqq" and bits == 8:
-        raise ValueError(f"{name}: method must be 'nearest' for 8 bits, got 'hqq'")
-    if importance is None:
-        return
-    if method != "hqq":
-        raise ValueError(f"{name}: importance must be None for method {method!r}, got a tensor")
+    if method not in METHODS:
+        raise ValueError(f"{name}: method must be 'nearest', 'hqq' or 'awq', got {method!r}")
+    if method != "nearest" and bits == 8:
+        raise ValueError(f"{name}: method must be 'nearest' for 8 bits, got {method!r}")
+    given = {"importance": (importance, "hqq"), "inputs": (inputs, "awq")}
+    for argument, (tensor, its_method) in given.items():
+        if tensor is not None and method != its_method:
+            raise ValueError(f"{name}: {argument} must be None for method {method!r}, got a tensor")
+    if importance is not None:
+        _check_importance(weight, importance)
+    if method == "awq":
+        _check_inputs(weight, inputs)
+
+
+def _check_importance(weight: Tensor, importance: Tensor) -> None:
+    name = "quantize_weight"
     _require_floating(name, "importance", importance)
     _require_dimensions(name, "importance", importance, "K")
     require_device(name, weight=weight, importance=importance)
@@ -202,6 +240,23 @@ def _check_method(weight: Tensor, bits: int, method: str, importance: Tensor | N
         )
     if not (_has_no_numbers(importance) or bool((importance >= 0).all())):
         raise ValueError(f"{name}: importance must not be negative, got numbers below 0 or NaN")
+
+
+def _check_inputs(weight: Tensor, inputs: Tensor | None) -> None:
+    name = "quantize_weight"
+    if inputs is None:
+        raise ValueError(f"{name}: inputs must be a tensor for method 'awq', got None")
+    _require_floating(name, "inputs", inputs)
+    require_device(name, weight=weight, inputs=inputs)
+    if inputs.dim() == 0 or not holds(inputs.shape[-1] == weight.shape[1]):
+        raise ValueError(
+            f"{name}: inputs must have shape (..., {weight.shape[1]}), a number for each column of "
+            f"weight, got {tuple(inputs.shape)}"
+        )
+    if not holds(math.prod(inputs.shape[:-1]) > 0):
+        raise ValueError(f"{name}: inputs must have a row or more, got {tuple(inputs.shape)}")
+    if not (_has_no_numbers(inputs) or bool(inputs.isfinite().all())):
+        raise ValueError(f"{name}: inputs must be finite, got infinities or NaN")
 
 
 def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
@@ -282,17 +337,40 @@ def to_int8(weight: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple
     return steps.to(torch.int8).flatten(1), scale
 
 
-def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, ...]:
+def _to_int4(
+    weight: Tensor, dtype: torch.dtype, group_size: int, shrinkage: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Round a finite weight as `quantize_weight` does, with scales of a dtype.
+
+    Args:
+        shrinkage: (N, groups), factors of the ranges; None for 1.
+    """
     groups = _in_groups(weight, group_size)
-    lowest, highest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    integers, scale, zero = _integers_of(groups, *_span(groups, shrinkage), dtype)
+    return pack_integers(integers.to(torch.uint8)), scale, zero.to(dtype)
+
+
+def _span(groups: Tensor, shrinkage: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """Return the ends, (N, groups), of the ranges that span 0.0 and the numbers of each group."""
+    ends = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    return ends if shrinkage is None else (ends[0] * shrinkage, ends[1] * shrinkage)
+
+
+def _integers_of(
+    groups: Tensor, lowest: Tensor, highest: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round numbers to 16 steps between two ends.
+
+    Returns:
+        integers and zero in the dtype of groups, and scale in the other.
+    """
     scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, INT4_LARGEST, dtype)
-    step = scale.double()
+    step = scale.to(groups.dtype)
     zero = (-lowest / step).round()
     # If zero was rounded, one end of the range is beyond the weights and may be infinite.
-    below, above = (end - _overflows(end, scale).double() for end in (zero, INT4_LARGEST - zero))
+    below, above = (end - _overflows(end, scale).to(end) for end in (zero, INT4_LARGEST - zero))
     steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
-    integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
-    return pack_integers(integers), scale, zero.to(dtype)
+    return steps + zero.unsqueeze(-1), scale, zero
 
 
 EXPONENT, STRENGTH, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
@@ -354,6 +432,115 @@ def _squared_error(
     """Return the sum over each group, (N, groups); infinite if numbers are."""
     numbers = _in_groups(dequantize_weight(integers, scale, zero), groups.shape[-1])
     return (factors * (numbers.float() - groups).square()).sum(-1)
+
+
+EXPONENTS = 20
+"""Exponents that are tried for the scales of columns: 0, 1 / 20, ..., 19 / 20."""
+SHRINKAGES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Factors that are tried for the range of a group. Smaller ones win nowhere in all-MiniLM-L6-v2."""
+SMALLEST_MAGNITUDE = 1e-4
+"""The least magnitude of a column, relative to the largest, that its scale is computed from."""
+
+
+def column_scale(
+    weights: Sequence[Tensor],
+    group_size: int,
+    inputs: Tensor,
+    magnitudes: Tensor | None = None,
+) -> Tensor:
+    """Search for factors of columns, with which rounding leaves the smallest error of outputs.
+
+    Args:
+        weights: (N, K) each, of layers with the same inputs, which are then divided by the factors.
+        inputs: (..., K).
+        magnitudes: (K,), the numbers whose powers are tried; None for the means of the inputs'
+            magnitudes. Columns with the same magnitude get the same factor.
+
+    Returns:
+        (K,) float32, whose largest element is the inverse of the smallest.
+    """
+    rows = rows_of(inputs.detach().float())
+    if not rows.shape[1]:
+        return rows.new_ones(0)
+    sizes = rows.abs().mean(0) if magnitudes is None else magnitudes.float()
+    largest = sizes.amax().clamp(min=torch.finfo(torch.float32).tiny)
+    sizes = (sizes / largest).clamp(min=SMALLEST_MAGNITUDE)
+    rows = _fewer_rows(rows)
+
+    def scale_of(exponent: Tensor | float) -> Tensor:
+        scale = sizes**exponent
+        return scale / (scale.amax() * scale.amin()).sqrt()
+
+    def error_of(exponent: float) -> Tensor:
+        scale = scale_of(exponent)
+        errors = (
+            _output_error(part.float(), scale, rows, group_size, weight.dtype)
+            for weight in weights
+            for part in _blocks(weight)
+        )
+        return sum(errors, rows.new_zeros(()))
+
+    errors = torch.stack([error_of(step / EXPONENTS) for step in range(EXPONENTS)])
+    # Without a finite error, the first exponent, 0, is taken.
+    return scale_of(errors.nan_to_num(torch.inf).argmin() / EXPONENTS)
+
+
+def _fewer_rows(inputs: Tensor) -> Tensor:
+    """Return inputs (R, K), or K rows that give every weight an output of the same norm."""
+    return inputs if inputs.shape[0] <= inputs.shape[1] else torch.linalg.qr(inputs, mode="r").R
+
+
+def _output_error(
+    weight: Tensor, scale: Tensor, inputs: Tensor, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the squared error of outputs, if ``weight * scale`` is rounded to the nearest."""
+    groups = _in_groups(weight * scale, group_size)
+    errors = _rounding_errors(groups, dtype).flatten(1) / scale
+    return F.linear(inputs, errors).square().sum()
+
+
+def _rounding_errors(groups: Tensor, dtype: torch.dtype, shrinkage: float | None = None) -> Tensor:
+    integers, scale, zero = _integers_of(groups, *_span(groups, shrinkage), dtype)
+    return (integers - zero.unsqueeze(-1)) * scale.to(groups.dtype).unsqueeze(-1) - groups
+
+
+def quantize_for_inputs(
+    weight: Tensor, group_size: int, inputs: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """Round ``weight * scale`` to 4 bits, with ranges that suit ``inputs / scale``.
+
+    Args:
+        inputs: (..., K).
+        scale: (K,), factors of columns.
+    """
+    rows = _fewer_rows(rows_of(inputs.detach().float() / scale.float()))
+    by_group = _in_groups(rows, group_size).transpose(0, 1)
+    moments = by_group.mT @ by_group
+    parts = []
+    for part in _blocks(weight):
+        scaled = part.double() * scale.double()
+        shrinkage = _shrinkage(_in_groups(scaled, group_size).float(), weight.dtype, moments)
+        parts.append(_to_int4(scaled, weight.dtype, group_size, shrinkage))
+    return tuple(torch.cat(tensors) for tensors in zip(*parts))
+
+
+def _shrinkage(groups: Tensor, dtype: torch.dtype, moments: Tensor) -> Tensor:
+    """Return the factors of ranges, (N, groups), that leave the smallest errors of outputs.
+
+    Args:
+        moments: (groups, group_size, group_size), sums of products of a group's inputs.
+    """
+
+    def error_of(shrinkage: float) -> Tensor:
+        errors = _rounding_errors(groups, dtype, shrinkage).transpose(0, 1)
+        return ((errors @ moments) * errors).sum(-1).t()
+
+    smallest, found = error_of(1.0), torch.ones_like(groups[..., 0])
+    for shrinkage in SHRINKAGES:
+        error = error_of(shrinkage)
+        found = torch.where(error < smallest, shrinkage, found)
+        smallest = torch.minimum(error, smallest)
+    return found
 
 
 def _in_groups(weight: Tensor, group_size: int) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.activation_aware import Prompt
 from foo_ops.integrations.transformers.attention_layers import (
     EAGER,
     FooAttention,
@@ -52,6 +53,7 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
+from foo_ops.ops.linear_quantized import METHODS
 
 # -------------------------------------------------------------------------------- apply and restore
 
@@ -113,6 +115,7 @@ def apply(
     activations: int | None = None,
     keep_weights: bool = True,
     method: str = "nearest",
+    prompts: Sequence[Prompt] | None = None,
 ) -> Model:
     """Let a model compute with foo's operators, and return it.
 
@@ -172,14 +175,20 @@ def apply(
             and for training adapters (peft), and cannot be restored. `save_quantized` writes it.
             ``Conv1D``, a head that is tied to the embedding, and experts that files do not have
             layer by layer keep theirs, beside a copy.
-        method: of `foo_ops.quantize_weight`, for weights that are freed. "hqq" gives better 4 bits
-            and takes three to four times as long; such a model is not saved.
+        method: of `foo_ops.quantize_weight`, for weights of 4 bits that are freed. "hqq" gives
+            better ones and takes three to four times as long; such a model is not saved. "awq" runs
+            the model on ``prompts`` and makes errors of the layers' outputs small; the scales of
+            inputs become part of norms and of the layers before, wherever that leaves the model's
+            function as it is, and such a model is saved as any other.
+        prompts: for "awq", a few texts as they come in use, each as token ids (batch, tokens) or as
+            a dict of keyword arguments for the model; some hundred tokens in all.
 
     Raises:
-        TypeError: if model is not a module.
+        TypeError: if model is not a module, or prompts are not a sequence of tensors and dicts.
         ValueError: for bits other than 8 and 4, or 8 for a cache or activations, keep_weights=False
-            or activations without weights to quantise, and a method that is not "nearest" without
-            quantize and keep_weights=False.
+            or activations without weights to quantise, a method that is not "nearest" without
+            quantize=4 and keep_weights=False, "awq" without prompts or with fewer than 64 tokens,
+            and prompts with another method.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -198,8 +207,7 @@ def apply(
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
     if quantize is None and not keep_weights:
         raise ValueError("apply: keep_weights=False needs quantize=4 or 8, got quantize=None")
-    if method != "nearest" and keep_weights:
-        raise ValueError(f"apply: method={method!r} needs keep_weights=False, got True")
+    check_method(quantize, keep_weights, method, prompts)
     flags = {
         "attention": attention,
         "rms_norm": rms_norm,
@@ -212,7 +220,7 @@ def apply(
     }
     allowed = {name for name, flag in flags.items() if flag}
     if quantize is not None and not keep_weights:
-        pack(model, quantize, method)
+        pack(model, quantize, method, prompts or ())
     for module in model.modules():
         if quantize is not None:
             quantize_layer(module, quantize)
@@ -233,6 +241,28 @@ def apply(
         if cache and part.base_model is part and foo_cache.takes_cache(part):
             foo_cache.install(part, cache_bits)
     return model
+
+
+def check_method(quantize: int | None, keep_weights: bool, method: str, prompts: Any) -> None:
+    if method not in METHODS:
+        raise ValueError(f"apply: method must be 'nearest', 'hqq' or 'awq', got {method!r}")
+    if method != "nearest" and keep_weights:
+        raise ValueError(f"apply: method={method!r} needs keep_weights=False, got True")
+    if method != "nearest" and quantize != 4:
+        raise ValueError(f"apply: method={method!r} needs quantize=4, got {quantize}")
+    if method != "awq":
+        if prompts is not None:
+            raise ValueError(f"apply: prompts must be None for method={method!r}, got {prompts!r}")
+        return
+    if prompts is None or len(prompts) == 0:
+        raise ValueError(f"apply: method='awq' needs prompts, got {prompts}")
+    wrong = [it for it in prompts if not isinstance(it, (Tensor, Mapping))]
+    if isinstance(prompts, (Tensor, Mapping)) or wrong:
+        given = prompts if isinstance(prompts, (Tensor, Mapping)) else wrong[0]
+        raise TypeError(
+            "apply: prompts must be a list of token ids (tensors) and of dicts, got "
+            f"{type(given).__name__}"
+        )
 
 
 def change(module: nn.Module, allowed: Iterable[str]) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foo_ops.integrations.transformers.activation_aware import (
+    Prompt,
+    Scaling,
+    find_scalings,
+)
 from foo_ops.integrations.transformers.checkpoints import FooQuantizer, Names
 from foo_ops.integrations.transformers.compressed import described
 from foo_ops.integrations.transformers.experts import (
@@ -34,24 +39,32 @@ from foo_ops.integrations.transformers.quantized import (
     group_size_of,
 )
 from foo_ops.integrations.transformers.replacement import has_numbers, is_replaced, put_back
-from foo_ops.ops.linear_quantized import quantize_weight
+from foo_ops.ops.linear_quantized import quantize_for_inputs, quantize_weight
 
 
-def pack(model: nn.Module, bits: int, method: str = "nearest") -> None:
+def pack(
+    model: nn.Module, bits: int, method: str = "nearest", prompts: Sequence[Prompt] = ()
+) -> None:
     """Turn linear layers and experts of a model into packed ones, whose weights are freed.
 
     A weight that another module has too, such as that of a head that is tied to the embedding,
-    stays: nothing would be freed.
+    stays: nothing would be freed. Experts, and layers that the prompts do not reach, are rounded to
+    the nearest by "awq".
     """
     owners = Counter(
         id(it) for module in model.modules() for it in module._parameters.values() if it is not None
     )
-    mappings = Mappings()
+    mappings, layers = Mappings(), []
     for module in model.modules():
         if is_replaced(module) and isinstance(module, (FooLinear, FooQuantizedLinear)):
             put_back(module)
-        if FooLinear.recognises(module) and owners[id(module.weight)] == 1:
-            pack_layer(module, bits, method, mappings)
+        if FooLinear.recognises(module) and can_be_rounded(module, bits, owners):
+            layers.append(module)
+    scalings: dict[nn.Module, Scaling] = {}
+    if method == "awq":
+        scalings, method = find_scalings(model, layers, prompts), "nearest"
+    for layer in layers:
+        pack_layer(layer, bits, method, mappings, scalings.pop(layer, None))
     for part in list(model.modules()):
         if isinstance(part, PreTrainedModel):
             pack_experts(part, bits, method, mappings)
@@ -59,16 +72,29 @@ def pack(model: nn.Module, bits: int, method: str = "nearest") -> None:
     trim()
 
 
-def pack_layer(layer: Any, bits: int, method: str, mappings: Mappings) -> None:
+def can_be_rounded(layer: Any, bits: int, owners: Mapping[int, int]) -> bool:
     weight = layer.weight
-    group_size = group_size_of(weight) if bits == 4 else None
-    if not has_numbers(weight) or (bits == 4 and group_size is None):
-        return
+    has_groups = bits == 8 or group_size_of(weight) is not None
+    return owners[id(weight)] == 1 and has_numbers(weight) and has_groups
+
+
+def pack_layer(
+    layer: Any, bits: int, method: str, mappings: Mappings, scaling: Scaling | None
+) -> None:
+    weight: Any = layer.weight
+    size: Any = group_size_of(weight) if bits == 4 else None
     with torch.inference_mode(False), torch.no_grad():
-        integers = Integers(*quantize_weight(weight, bits, group_size, method=method))
+        if scaling is None:
+            integers = quantize_weight(weight, bits, size, method=method)
+        else:
+            divided = scaling.divided(weight.detach())
+            integers = quantize_for_inputs(divided, size, scaling.inputs, scaling.columns)
+            if layer.bias is not None:
+                bias = scaling.divided(layer.bias.detach())
+                layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
     # The caller may hold the weight.
     mappings.release(weight, is_read_again=True)
-    FooPackedLinear.take_over(layer, integers)
+    FooPackedLinear.take_over(layer, Integers(*integers))
 
 
 def pack_experts(model: PreTrainedModel, bits: int, method: str, mappings: Mappings) -> None:
