@@ -131,9 +131,9 @@ def test_compiled():
 WEIGHT = torch.ones(2, 64)
 REFUSED = [
     (
-        lambda: foo_ops.quantize_weight(WEIGHT, 4, 32, method="awq"),
+        lambda: foo_ops.quantize_weight(WEIGHT, 4, 32, method="gptq"),
         ValueError,
-        "method must be 'nearest' or 'hqq', got 'awq'",
+        "method must be 'nearest', 'hqq' or 'awq', got 'gptq'",
     ),
     (
         lambda: foo_ops.quantize_weight(WEIGHT, 8, method="hqq"),

@@ -249,14 +249,18 @@ def calls_of(model: nn.Module, prompt: Prompt) -> list[Call]:
 def shortened(prompt: Prompt) -> Prompt:
     """Return the first tokens of the first sequence, or all if other sizes belong to them."""
     if isinstance(prompt, Tensor):
-        return prompt[:1, :TOKENS]
+        return prompt[:1, :TOKENS] if is_ids(prompt) else prompt
     tensors = {name: it for name, it in prompt.items() if isinstance(it, Tensor)}
     shapes = {tuple(it.shape[:2]) for it in tensors.values()}
-    if len(shapes) != 1 or any(it.dim() < 2 for it in tensors.values()):
+    if len(shapes) != 1 or not any(map(is_ids, tensors.values())):
         return prompt
     mask = prompt.get("attention_mask", torch.ones(shapes.pop()))
     kept = mask[0].nonzero().flatten()[:TOKENS]
     return {**prompt, **{name: it[:1, kept.to(it.device)] for name, it in tensors.items()}}
+
+
+def is_ids(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 def find_groups(model: nn.Module, layers: Sequence[nn.Module], prompt: Prompt) -> list[Group]:

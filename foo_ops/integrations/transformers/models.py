@@ -252,16 +252,21 @@ def check_method(quantize: int | None, keep_weights: bool, method: str, prompts:
         raise ValueError(f"apply: method={method!r} needs quantize=4, got {quantize}")
     if method != "awq":
         if prompts is not None:
-            raise ValueError(f"apply: prompts must be None for method={method!r}, got {prompts!r}")
+            given = type(prompts).__name__
+            raise ValueError(f"apply: prompts must be None for method={method!r}, got a {given}")
         return
     if prompts is None or len(prompts) == 0:
         raise ValueError(f"apply: method='awq' needs prompts, got {prompts}")
-    wrong = [it for it in prompts if not isinstance(it, (Tensor, Mapping))]
-    if isinstance(prompts, (Tensor, Mapping)) or wrong:
-        given = prompts if isinstance(prompts, (Tensor, Mapping)) else wrong[0]
+    kinds = (Tensor, Mapping)
+    given = (
+        [prompts]
+        if isinstance(prompts, kinds)
+        else [it for it in prompts if not isinstance(it, kinds)]
+    )
+    if given:
         raise TypeError(
             "apply: prompts must be a list of token ids (tensors) and of dicts, got "
-            f"{type(given).__name__}"
+            f"{type(given[0]).__name__}"
         )
 
 
