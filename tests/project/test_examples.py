@@ -138,3 +138,14 @@ def test_mixtures_whose_losses_differ_are_noticed(example):
         module.check({module.OURS: ours, module.THEIRS: theirs})
     with pytest.raises(SystemExit, match=r"Nothing was learned: 3.000 after 3.000"):
         module.check({module.OURS: ours, module.THEIRS: ours})
+
+
+@needs_model
+def test_rounded_llamas(example, capsys):
+    example("quantization").main(["--train", "3"])
+    output = capsys.readouterr().out
+    losses = [numbers(output, name)[:2] for name in ("not rounded", "nearest", "hqq", "awq")]
+    assert losses[0][1] == 0
+    for loss, divergence in losses[1:]:
+        assert loss == pytest.approx(losses[0][0], rel=0.05)
+        assert 0 < divergence < 0.05

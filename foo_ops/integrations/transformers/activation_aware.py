@@ -33,7 +33,7 @@ from foo_ops.ops.linear_quantized import column_scale
 
 TOKENS = 16
 """Tokens of a trial."""
-ROWS, FEWEST_ROWS = 512, 64
+ROWS, FEWEST_ROWS = 256, 64
 """Rows that are kept of each input, and how many scales and ranges need."""
 CANDIDATES = 4
 """Linear layers before another one that are tried as its carrier, the latest first."""
@@ -61,7 +61,8 @@ class Scaling(NamedTuple):
         """Return a weight (N, K) or a bias (N,) with its rows divided."""
         if self.rows is None:
             return tensor
-        return (tensor / self.rows.unflatten(0, (-1, *[1] * (tensor.dim() - 1)))).to(tensor.dtype)
+        divisors = self.rows if tensor.dim() == 1 else self.rows.unsqueeze(1)
+        return (tensor / divisors).to(tensor.dtype)
 
 
 @dataclass
@@ -115,6 +116,7 @@ def search(groups: Sequence[Group]) -> dict[nn.Module, Scaling]:
     rounded = {layer for group in groups for layer in group.layers}
     for group in groups:
         inputs = torch.cat(group.inputs)
+        group.inputs.clear()
         columns = inputs.new_ones(inputs.shape[1], dtype=torch.float32)
         if isinstance(group.carrier, nn.Linear):
             if group.carrier in rounded:
