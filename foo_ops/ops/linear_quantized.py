@@ -60,7 +60,7 @@ def quantize_weight(
     half-quadratic splitting (Badri & Shaji 2023, "Half-Quadratic Quantization of Large Machine
     Learning Models"): errors are shrunk as for a norm with exponent 0.7, and the scale and the zero
     that leave the smallest squares are computed, 20 times in turn. Groups for which this is no
-    better stay as they were. It takes three to four times as long, and 0.0 does not stay 0.0.
+    better stay as they were. It takes about ten times as long, and 0.0 does not stay 0.0.
 
     ``method="awq"`` needs a sample of the layer's inputs, and makes the error of its outputs small
     (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization"). Columns whose inputs are large
@@ -68,7 +68,8 @@ def quantize_weight(
     ``input_scale``, which is returned, too. It is a power of each input's mean magnitude; of 20
     exponents, from 0 on, the one is taken that leaves the smallest squared error of the sample's
     outputs. Then each group may have a narrower range, down to 0.7 of what spans its weights, where
-    that leaves a smaller error. Zeros are integers, and 0.0 stays 0.0.
+    that leaves a smaller error. Zeros are integers, and 0.0 stays 0.0. With 256 rows of inputs it
+    takes about twenty times as long as rounding to the nearest.
 
     Args:
         weight: (N, K), float16, bfloat16, float32 or float64, finite. Values are not checked on the
@@ -463,8 +464,7 @@ def column_scale(
     if not rows.shape[1]:
         return rows.new_ones(0)
     sizes = rows.abs().mean(0) if magnitudes is None else magnitudes.float()
-    largest = sizes.amax().clamp(min=torch.finfo(torch.float32).tiny)
-    sizes = (sizes / largest).clamp(min=SMALLEST_MAGNITUDE)
+    sizes = (sizes / sizes.amax()).clamp(min=SMALLEST_MAGNITUDE)
     rows = _fewer_rows(rows)
 
     def scale_of(exponent: Tensor | float) -> Tensor:

@@ -269,6 +269,26 @@ def test_readers_of_attributes():
     assert carried == {f"blocks.{n}.down": f"blocks.{n}.up" for n in (0, 2)}
 
 
+class Halves(nn.Module):
+    """Two layers read halves of what a first one computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.both = nn.Linear(32, 64)
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, input):
+        one, other = self.both(input).chunk(2, -1)
+        return self.one(one * 1.0) + self.other(other * 2.0)
+
+
+def test_no_module_carries_two_scales():
+    model = Halves()
+    found = carriers_of(model, linear_layers(model), [torch.randn(3, 32)])
+    assert found == {"both": None, "one": "both", "other": None}
+
+
 def test_shared_weights():
     """A weight that two modules have is no carrier's."""
     model = Side()
@@ -360,18 +380,21 @@ def test_outputs_are_better():
     assert error(method="awq", prompts=prompts) < 0.75 * nearest
 
 
-def test_integers_are_those_of_the_search(device):
+@pytest.mark.parametrize("name", ["llama", "Qwen2"])
+def test_integers_are_those_of_the_search(name, device):
     """Numbers of each layer are near those that are scaled and not rounded."""
-    model = with_outliers(build("llama", device=device))
+    model = with_outliers(build(name, device=device))
     twin = copy.deepcopy(model)
     scaled_without_rounding(twin, [it.to(device) for it in PROMPTS])
     apply(model, **APPLY, prompts=[it.to(device) for it in PROMPTS])
     assert not left_alone(model)
     assert replaced(model)["quantize"] == 15
     others = dict(twin.named_modules())
-    for name, layer in model.named_modules():
-        if isinstance(layer, FooPackedLinear) and name != "lm_head":
-            wide = others[name].weight.detach().cpu().double()
+    for place, layer in model.named_modules():
+        if isinstance(layer, FooPackedLinear) and place != "lm_head":
+            wide = others[place].weight.detach().cpu().double()
+            if layer.bias is not None:
+                torch.testing.assert_close(layer.bias, others[place].bias)
             size = layer.in_features // layer.scale.shape[1]
             groups = layer.weight.cpu().double().unflatten(1, (-1, size // 2))
             integers = torch.cat((groups % 16, groups // 16), -1).floor()
@@ -488,6 +511,11 @@ REFUSED = [
         {"prompts": tokens(1, 3)},
         TypeError,
         "prompts must be a list of token ids (tensors) and of dicts, got Tensor",
+    ),
+    (
+        {"prompts": (it for it in PROMPTS)},
+        TypeError,
+        "prompts must be a list of token ids (tensors) and of dicts, got generator",
     ),
     (
         {"prompts": ["text"]},

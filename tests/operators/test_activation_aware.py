@@ -145,15 +145,16 @@ def test_columns_without_inputs():
     weight, inputs = layer()
     inputs[:, :9] = 0
     found = quantized(weight, 64, inputs)
-    assert found[3].isfinite().all()
+    nearest = foo_ops.quantize_weight(weight, 4, 64)
+    assert error(weight, inputs, found) < 0.6 * error(weight, inputs, nearest)
     assert numbers_of(found).isfinite().all()
 
 
-@pytest.mark.parametrize(("dtype", "magnitude"), [(torch.float16, 3e4), (torch.bfloat16, 1e38)])
+@pytest.mark.parametrize(("dtype", "magnitude"), [(torch.float16, 6e4), (torch.bfloat16, 3e38)])
 def test_huge_weights(dtype, magnitude):
     """Scales that are infinite in the dtype are not taken."""
     weight, inputs = layer(torch.float64)
-    weight = (weight.clamp(-2, 2) / 2 * magnitude).to(dtype)
+    weight, inputs = (weight.clamp(-2, 2) / 2 * magnitude).to(dtype), inputs * 1e-30
     found = quantized(weight, 64, inputs)
     assert all(it.isfinite().all() for it in found)
     nearest = foo_ops.quantize_weight(weight, 4, 64)

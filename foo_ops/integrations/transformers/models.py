@@ -176,7 +176,7 @@ def apply(
             ``Conv1D``, a head that is tied to the embedding, and experts that files do not have
             layer by layer keep theirs, beside a copy.
         method: of `foo_ops.quantize_weight`, for weights of 4 bits that are freed. "hqq" gives
-            better ones and takes three to four times as long; such a model is not saved. "awq" runs
+            better ones and takes about ten times as long; such a model is not saved. "awq" runs
             the model on ``prompts`` and makes errors of the layers' outputs small; the scales of
             inputs become part of norms and of the layers before, wherever that leaves the model's
             function as it is, and such a model is saved as any other.
@@ -255,18 +255,14 @@ def check_method(quantize: int | None, keep_weights: bool, method: str, prompts:
             given = type(prompts).__name__
             raise ValueError(f"apply: prompts must be None for method={method!r}, got a {given}")
         return
-    if prompts is None or len(prompts) == 0:
+    if prompts is None or (isinstance(prompts, Sequence) and not prompts):
         raise ValueError(f"apply: method='awq' needs prompts, got {prompts}")
-    kinds = (Tensor, Mapping)
-    given = (
-        [prompts]
-        if isinstance(prompts, kinds)
-        else [it for it in prompts if not isinstance(it, kinds)]
-    )
-    if given:
+    is_list, kinds = isinstance(prompts, Sequence), (Tensor, Mapping)
+    wrong = [it for it in prompts if not isinstance(it, kinds)] if is_list else [prompts]
+    if wrong:
         raise TypeError(
             "apply: prompts must be a list of token ids (tensors) and of dicts, got "
-            f"{type(given[0]).__name__}"
+            f"{type(wrong[0]).__name__}"
         )
 
 
