@@ -148,6 +148,8 @@ def test_columns_without_inputs():
     nearest = foo_ops.quantize_weight(weight, 4, 64)
     assert error(weight, inputs, found) < 0.6 * error(weight, inputs, nearest)
     assert numbers_of(found).isfinite().all()
+    # Its scales are not those of the exponent 0.
+    assert found[3].min() < found[3].max()
 
 
 @pytest.mark.parametrize(("dtype", "magnitude"), [(torch.float16, 6e4), (torch.bfloat16, 3e38)])
