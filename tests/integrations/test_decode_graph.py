@@ -361,7 +361,7 @@ def test_the_cache_after_a_call(runs):
         state, other = vars(ours.memory), vars(own.memory)
         assert state.keys() == other.keys()
         assert (state["end"], state["room"]) == (other["end"], other["room"])
-        assert ours.is_in_memory()
+        assert ours.own_memory() is not None
 
 
 def test_the_output_is_a_model_output(runs):

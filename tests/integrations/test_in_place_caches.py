@@ -288,6 +288,6 @@ def test_keys_are_no_attributes_until_others_set_them():
     cache.update(*torch.randn(2, 1, 2, 3, 4).unbind(), 0)
     layer = cache.layers[0]
     assert not {"keys", "values"} & vars(layer).keys()
-    assert layer.is_in_memory()
+    assert layer.own_memory() is not None
     layer.keys = layer.keys
-    assert not layer.is_in_memory()
+    assert layer.own_memory() is None

@@ -293,9 +293,9 @@ class GrowingLayer(DynamicLayer):
     def shown(self, number: int, held: Tensor | None) -> Tensor | None:
         return held if held is not None or self.memory is None else self.memory.view(number)
 
-    def is_in_memory(self) -> bool:
-        """Whether keys and values are what the memory holds."""
-        return self.memory is not None and self.held_keys is None and self.held_values is None
+    def own_memory(self) -> Memory | None:
+        """Return the memory, if keys and values are what it holds."""
+        return self.memory if self.held_keys is None and self.held_values is None else None
 
     def hide_attributes(self) -> None:
         """Move the attributes of an object of the base class behind the properties."""
@@ -304,7 +304,8 @@ class GrowingLayer(DynamicLayer):
                 setattr(self, name, vars(self).pop(name))
 
     def get_seq_length(self) -> int:
-        return self.memory.end if self.is_in_memory() else super().get_seq_length()  # type: ignore[union-attr]
+        memory = self.own_memory()
+        return super().get_seq_length() if memory is None else memory.end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
@@ -313,45 +314,47 @@ class GrowingLayer(DynamicLayer):
             return super().update(key_states, value_states, *arguments, **keywords)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self.memory.tensors if self.is_in_memory() else (self.keys, self.values)  # type: ignore[union-attr]
+        memory = self.own_memory()
+        held = (self.keys, self.values) if memory is None else memory.tensors
         given = (promoted(key_states, held[0]), promoted(value_states, held[1]))
         count = key_states.shape[2]
         is_wider = given[0].dtype != held[0].dtype or given[1].dtype != held[1].dtype
-        if is_wider or not self.has_room(count):
-            self.move(given, count)
-        return self.memory.append(given)  # type: ignore[union-attr]
+        if memory is None or is_wider or not memory.has_room(count):
+            memory = self.move(given, count)
+        return memory.append(given)
 
-    def has_room(self, count: int) -> bool:
-        """Whether further positions can be written behind the keys and values."""
-        return self.is_in_memory() and self.memory.has_room(count)  # type: ignore[union-attr]
-
-    def move(self, like: Sequence[Tensor], count: int) -> None:
+    def move(self, like: Sequence[Tensor], count: int) -> Memory:
         """Move to memory for some further positions, and for as many again as there are then."""
         length = self.get_seq_length()
         room = max(2 * (length + count), LEAST_ROOM)
         self.memory = Memory(room, length, (self.keys, self.values), like)
         self.held_keys = self.held_values = None
+        return self.memory
 
     def make_room(self, count: int) -> None:
         """Have memory for some further positions, as `update` would need it."""
-        if self.get_seq_length() and not is_recorded(self) and not self.has_room(count):
+        if not self.get_seq_length() or is_recorded(self):
+            return
+        memory = self.own_memory()
+        if memory is None or not memory.has_room(count):
             self.move((self.keys, self.values), count)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the batch in place, if nobody else holds the keys and values."""
-        if is_recorded(self) or not self.has_room(0):
+        memory = self.own_memory()
+        if memory is None or is_recorded(self) or not memory.has_room(0):
             super().reorder_cache(beam_idx)
-        elif beam_idx.tolist() != list(range(len(self.memory.tensors[0]))):  # type: ignore[union-attr]
+        elif beam_idx.tolist() != list(range(len(memory.tensors[0]))):
             new = [it.index_select(0, beam_idx.to(it.device)) for it in (self.keys, self.values)]
-            if not self.memory.overwrite(new):  # type: ignore[union-attr]
+            if not memory.overwrite(new):
                 self.keys, self.values = new
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        left = (self.held_keys, self.held_values)
-        if self.memory is None or left[0] is None or left[1] is None:
+        keys, values = self.held_keys, self.held_values
+        if self.memory is None or keys is None or values is None:
             return
-        if self.memory.rewind(left):  # type: ignore[arg-type]
+        if self.memory.rewind((keys, values)):
             self.held_keys = self.held_values = None
 
     def reset(self) -> None:
