@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,30 +46,44 @@ print(in_bytes("VmHWM") - before)
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, whose files have random bits."""
+    """A Llama, or a mixture of Qwen3 if there are experts, whose files have random bits."""
 
     hidden: int = 2048
     intermediate: int = 5632
     layers: int = 8
     vocabulary: int = 2048
+    experts: int = 0
+
+    def mixture(self) -> Size:
+        return replace(self, intermediate=min(self.intermediate, 768), experts=8)
+
+    @property
+    def name(self) -> str:
+        name = f"{self.layers} layers of {self.hidden}"
+        return f"{name}, {self.experts} experts" if self.experts else name
 
     def config(self) -> Any:
-        from transformers import LlamaConfig
+        from transformers import LlamaConfig, Qwen3MoeConfig
 
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            vocab_size=self.vocabulary,
-            num_attention_heads=self.hidden // 64,
-        )
+        sizes: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": self.hidden // 64,
+        }
+        if not self.experts:
+            return LlamaConfig(**sizes)
+        sizes["num_key_value_heads"] = self.hidden // 64
+        of_experts = {"num_experts": self.experts, "moe_intermediate_size": self.intermediate}
+        return Qwen3MoeConfig(**sizes, **of_experts, head_dim=64)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights, by the names of their modules."""
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            state = LlamaForCausalLM(self.config()).state_dict()
+            state = AutoModelForCausalLM.from_config(self.config()).state_dict()
         return {name.removesuffix(".weight"): tuple(it.shape) for name, it in state.items()}
 
 
@@ -104,6 +118,13 @@ PACKED: dict[str, tuple[Callable[[int, int], dict[str, Tensor]], dict[str, Any]]
 """Tensors of a layer, and the description of their format."""
 HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Kinds of GGUF, and where a block has its numbers of float16."""
+OF_MIXTURE = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+"""Names of gguf for modules that a Llama does not have."""
 
 
 def write_packed(folder: Path, kind: str, size: Size) -> Path:
@@ -127,19 +148,22 @@ def write_gguf(folder: Path, kind: str, size: Size) -> Path:
     import gguf
 
     config, path = size.config(), folder / "model.gguf"
-    file = gguf.GGUFWriter(str(path), "llama")
+    file = gguf.GGUFWriter(str(path), "qwen3moe" if size.experts else "llama")
     llama_cpp.add_sizes(file, config)
     file.add_rope_freq_base(10000.0)
+    if size.experts:
+        file.add_key_length(config.head_dim)
+        file.add_expert_count(size.experts)
+        file.add_expert_used_count(config.num_experts_per_tok)
+        file.add_expert_feed_forward_length(size.intermediate)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, shape in size.shapes().items():
-        _, _, inner = name.partition("model.layers.")
-        layer, _, last = inner.partition(".")
-        own = f"blk.{layer}.{llama_cpp.OF_LAYER[last]}" if inner else llama_cpp.OF_MODEL[name]
-        if len(shape) == 1:
-            file.add_tensor(f"{own}.weight", torch.ones(shape).numpy())
-        else:
-            blocks = random_blocks(kind, *shape)
-            file.add_tensor(f"{own}.weight", blocks.numpy(), raw_dtype=type_)
+        for own, of_tensor in tensors_of(name, shape):
+            if len(shape) == 1 or own.endswith("ffn_gate_inp"):
+                file.add_tensor(f"{own}.weight", torch.ones(of_tensor).numpy())
+            else:
+                blocks = random_blocks(kind, *of_tensor)
+                file.add_tensor(f"{own}.weight", blocks.numpy(), raw_dtype=type_)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -147,25 +171,40 @@ def write_gguf(folder: Path, kind: str, size: Size) -> Path:
     return path
 
 
-def random_blocks(kind: str, rows: int, columns: int) -> Tensor:
+def tensors_of(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names in a file of a weight's parts, and their shapes."""
+    _, _, inner = name.partition("model.layers.")
+    layer, _, last = inner.partition(".")
+    if last == "mlp.experts.gate_up_proj":
+        experts, rows, columns = shape
+        for own in ("ffn_gate_exps", "ffn_up_exps"):
+            yield f"blk.{layer}.{own}", (experts, rows // 2, columns)
+    else:
+        names = llama_cpp.OF_LAYER | OF_MIXTURE
+        yield f"blk.{layer}.{names[last]}" if inner else llama_cpp.OF_MODEL[name], shape
+
+
+def random_blocks(kind: str, *shape: int) -> Tensor:
     import gguf
 
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    blocks = random_bits(rows, columns // weights, size, dtype=torch.uint8)
+    *others, columns = shape
+    blocks = random_bits(*others, columns // weights, size, dtype=torch.uint8)
     for start in HALVES[kind]:
-        numbers = torch.rand(rows, columns // weights, 1).half()
+        numbers = torch.rand(*others, columns // weights, 1).half()
         blocks[..., start : start + 2] = numbers.view(torch.uint8)
-    return blocks.flatten(1)
+    return blocks.flatten(-2)
 
 
 # ------------------------------------------------------------------------------------------ cases
 
 
 def cases(size: Size, threads: int) -> Iterator[Case]:
-    for kind in (*PACKED, *HALVES):
+    kinds = [(kind, size) for kind in (*PACKED, *HALVES)]
+    for kind, own_size in (*kinds, ("Q4_K", size.mixture())):
         for section, make in ((SECTION, contenders), (MEMORY, memory_contenders)):
-            name = f"{kind}, {size.layers} layers of {size.hidden}"
-            yield Case(section, name, partial(make, kind, size), (threads,))
+            name = f"{kind}, {own_size.name}"
+            yield Case(section, name, partial(make, kind, own_size), (threads,))
 
 
 class Checkpoint:

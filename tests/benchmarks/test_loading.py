@@ -1,27 +1,27 @@
 """The table of loading: its files can be read, and their sizes are those of 4 bits."""
 
+import math
+
 import pytest
 
 from benchmarks import loading
 from benchmarks.measure import prepare
 
-KINDS = (*loading.PACKED, *loading.HALVES)
+QUICK = loading.QUICK
+KINDS = [(kind, QUICK) for kind in (*loading.PACKED, *loading.HALVES)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_are_loaded(kind):
+@pytest.mark.parametrize(("kind", "size"), [*KINDS, ("Q4_K", QUICK.mixture())])
+def test_files_are_loaded(kind, size):
     pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    checkpoint = loading.Checkpoint(kind, loading.QUICK)
-    numbers = sum(
-        rows * columns[0] for rows, *columns in loading.QUICK.shapes().values() if columns
-    )
-    size = checkpoint.path.stat().st_size
-    assert size > numbers / 2
+    checkpoint = loading.Checkpoint(kind, size)
+    numbers = sum(math.prod(shape) for shape in size.shapes().values() if len(shape) > 1)
+    assert checkpoint.path.stat().st_size > numbers / 2
     [case] = (
         it
-        for it in loading.cases(loading.QUICK, 1)
-        if it.section == loading.SECTION and it.name.startswith(kind)
+        for it in loading.cases(QUICK, 1)
+        if it.section == loading.SECTION and it.name == f"{kind}, {size.name}"
     )
     # The table takes contenders whose results are equal, and there is nothing to compare.
     contenders, failures = prepare(case)

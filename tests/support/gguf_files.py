@@ -1,9 +1,19 @@
 """Write GGUF files, block by block as ggml-common.h of llama.cpp defines them."""
 
+import math
+
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MiniMaxM2Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES = {
     "hidden_size": 256,
@@ -15,7 +25,22 @@ SIZES = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
-ARCHITECTURES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_experts": 5}
+MIXTURES = {
+    "qwen2moe": (Qwen2MoeConfig, EXPERTS | {"shared_expert_intermediate_size": 512}),
+    "qwen3moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True, "head_dim": 64}),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        {"num_experts_per_tok": 2, "num_local_experts": 5, "head_dim": 64, "rotary_dim": 32},
+    ),
+}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    **MIXTURES,
+}
+"""Configurations, with the sizes that they have besides `SIZES`."""
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -28,7 +53,13 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+OF_EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -38,7 +69,20 @@ def name_in_file(name):
     if module in OTHERS:
         return f"{OTHERS[module]}.{last}"
     _, _, number, within = module.split(".", 3)
+    if last == "e_score_correction_bias":
+        return f"blk.{number}.exp_probs_b.bias"
     return f"blk.{number}.{LAYER[within]}.{last}"
+
+
+def tensors_in_file(name, weight, named=name_in_file):
+    """Yield the names of a parameter's tensors in a file, and the part of it that each has."""
+    module, _, last = name.rpartition(".")
+    if not module.endswith(".experts"):
+        yield named(name), weight
+        return
+    number = module.split(".")[2]
+    for own, part in zip(OF_EXPERTS[last], weight.chunk(len(OF_EXPERTS[last]), 1)):
+        yield f"blk.{number}.{own}.weight", part
 
 
 # ------------------------------------------------------------------------------------------- blocks
@@ -168,6 +212,17 @@ def random_matrix(kind, rows, columns, random):
     return data, lambda: torch.from_numpy(weights[which]).reshape(rows, columns)
 
 
+def random_tensor(kind, shape, random):
+    """Return the bytes of a tensor, its type for the writer, and a function of its numbers."""
+    if kind in BLOCKS:
+        rows, numbers = random_matrix(kind, math.prod(shape[:-1]), shape[-1], random)
+        data = rows.reshape(*shape[:-1], -1)
+        return data, GGMLQuantizationType[kind], lambda: numbers().reshape(shape)
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    data, numbers = random_values(dtype, shape, random)
+    return data, GGMLQuantizationType.BF16 if kind == "BF16" else None, numbers
+
+
 def random_values(dtype, shape, random):
     """Return numbers of a dtype, as the writer takes them, and a function of those in float64."""
     mean = 1.0 if len(shape) == 1 else 0.0
@@ -193,9 +248,12 @@ def write_gguf(path, kind, architecture="llama", kinds=None, is_returned=True, *
         The model in float64 that the file stands for, if ``is_returned``.
     """
     random = np.random.default_rng(0)
-    config = ARCHITECTURES[architecture](**(SIZES | sizes))
+    make, own_sizes = ARCHITECTURES[architecture]
+    config = make(**(SIZES | own_sizes | sizes))
     with torch.device("cpu" if is_returned else "meta"):
-        exact = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        # transformers' default for experts has no float64.
+        options = {"experts_implementation": "eager"} if architecture in MIXTURES else {}
+        exact = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options).eval()
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -209,27 +267,48 @@ def write_gguf(path, kind, architecture="llama", kinds=None, is_returned=True, *
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if architecture in MIXTURES:
+        add_experts(writer, config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, weight in exact.named_parameters():
+    for name, weight in named_tensors(exact):
         chosen = next((it for part, it in (kinds or {}).items() if part in name), kind)
-        if weight.dim() == 1:
+        if weight.dim() == 1 or "mlp.gate." in name or "expert_gate" in name:
             chosen = "F32"
-        if chosen in BLOCKS:
-            data, numbers = random_matrix(chosen, *weight.shape, random)
-        else:
-            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[chosen]
-            data, numbers = random_values(dtype, weight.shape, random)
-        if is_returned:
-            number_of_heads = next((it for part, it in heads.items() if part in name), None)
-            is_permuted = architecture == "llama" and number_of_heads is not None
-            weight.data = model_rows(numbers(), number_of_heads) if is_permuted else numbers()
-        raw = None if chosen in ("F32", "F16") else GGMLQuantizationType[chosen]
-        writer.add_tensor(name_in_file(name), data, raw_dtype=raw)
+        for in_file, part in tensors_in_file(name, weight.data):
+            shape = part.squeeze(0).shape
+            own_kind = (kinds or {}).get(in_file.split(".")[-2], chosen)
+            data, raw, numbers = random_tensor(own_kind, shape, random)
+            writer.add_tensor(in_file, data, raw_dtype=raw)
+            if is_returned:
+                number_of_heads = next((it for part, it in heads.items() if part in name), None)
+                is_permuted = architecture == "llama" and number_of_heads is not None
+                own = model_rows(numbers(), number_of_heads) if is_permuted else numbers()
+                part.copy_(own.reshape(part.shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return exact if is_returned else None
+
+
+def add_experts(writer, config):
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "minimax_m2":
+        writer.add_rope_dimension_count(config.rotary_dim)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
+def named_tensors(model):
+    """Yield the parameters of a model, and the buffers that a file has."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            yield name, buffer
 
 
 # --------------------------------------------------------------------------------- linear attention
@@ -262,23 +341,38 @@ LINEAR_LAYER = LAYER | {
 }
 
 
-def write_qwen35(path, kind):
-    """Write a small Qwen3.5, whose value heads and columns of ``ssm_out`` have another order."""
-    from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+def write_qwen35(path, kind, kinds=None, is_mixture=False):
+    """Write a small Qwen3.5, whose value heads and columns of ``ssm_out`` have another order.
 
-    random, config = np.random.default_rng(0), Qwen3_5TextConfig(**QWEN35)
+    ``kinds`` has other ones for matrices of experts, by their names in the file.
+
+    Returns:
+        The numbers of experts in float64, by their names in the file.
+    """
+    from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    random = np.random.default_rng(0)
     with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(config)
-    writer = GGUFWriter(path, "qwen35")
+        if is_mixture:
+            sizes = QWEN35 | EXPERTS | {"shared_expert_intermediate_size": 512}
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes))
+        else:
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**QWEN35))
+    config, architecture = model.config, "qwen35moe" if is_mixture else "qwen35"
+    writer = GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if is_mixture:
+        add_experts(writer, config)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_uint32("qwen35.full_attention_interval", 2)
+    writer.add_uint32(f"{architecture}.full_attention_interval", 2)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -288,22 +382,26 @@ def write_qwen35(path, kind):
     writer.add_rope_dimension_count(config.head_dim // 4)
     writer.add_rope_dimension_sections([4, 2, 2, 0])
     writer.add_token_list([str(it) for it in range(config.vocab_size)])
+    numbers = {}
     for name, weight in model.named_parameters():
-        in_file = name_in_qwen35(name)
-        if name.endswith(("_proj.weight", "qkv.weight", "_z.weight")):
-            data, _ = random_matrix(kind, *weight.shape, random)
+        chosen = "F32"
+        if name.endswith(("_proj.weight", "qkv.weight", "_z.weight", "up_proj", "down_proj")):
+            chosen = kind
         elif "embed" in name:
-            data, _ = random_matrix("Q8_0", *weight.shape, random)
-        else:
-            data, _ = random_values(torch.float32, weight.squeeze().shape, random)
-        if name.endswith("A_log"):
-            data = -np.exp(data)
-        kinds = {np.dtype(np.uint8): GGMLQuantizationType["Q8_0" if "embed" in name else kind]}
-        writer.add_tensor(in_file, data, raw_dtype=kinds.get(data.dtype))
+            chosen = "Q8_0"
+        for in_file, part in tensors_in_file(name, weight, name_in_qwen35):
+            own_kind = (kinds or {}).get(in_file.split(".")[-2], chosen)
+            data, raw, of_tensor = random_tensor(own_kind, part.squeeze().shape, random)
+            if part.dim() == 3 and "experts" in name:
+                numbers[in_file] = of_tensor()
+            if name.endswith("A_log"):
+                data = -np.exp(data)
+            writer.add_tensor(in_file, data, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return numbers
 
 
 def name_in_qwen35(name):

@@ -215,7 +215,7 @@ class StoredExperts(nn.Module):
         if set(names) != self.parts.keys():
             raise UnreadableError(f"only {', '.join(self.parts)} is quantised")
         parts = [self.parts[it] for it in names]
-        return FooPackedExperts(own, parts, read).train(self.training)
+        return FooPackedExperts.of_layers(own, parts, read).train(self.training)
 
 
 def start_of(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ blocks of a matrix, (N, blocks in a row, bytes), as ggml-common.h of llama.cpp d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,39 +38,68 @@ def integers_of(
     dtype: torch.dtype,
     release: Callable[[Tensor], None] = lambda rows: None,
 ) -> Integers:
-    """Convert a quantised matrix, (N, bytes in a row) uint8, with scales of a dtype.
+    """Convert a quantised matrix, (N, bytes in a row) uint8, as `joined_integers` does."""
+    joined = joined_integers([rows[None]], [kind], dtype, release)
+    return Integers(*(None if it is None else it[0] for it in joined))  # type: ignore[arg-type]
+
+
+def joined_integers(
+    parts: Sequence[Tensor],
+    kinds: Sequence[str],
+    dtype: torch.dtype,
+    release: Callable[[Tensor], None] = lambda rows: None,
+) -> Integers:
+    """Convert quantised matrices of experts, with scales of a dtype.
 
     Integers are those of the file where a layout of the kernels has them, see `EXACT`. Weights of
-    other kinds are rounded to the nearest of 8 bits in groups of 32.
+    other kinds are rounded to the nearest of 8 bits in groups of 32, and so are all parts if one of
+    them has more than 4 bits.
 
     Args:
+        parts: (experts, N, bytes in a row) uint8, whose rows are joined in this order.
+        kinds: of the parts.
         release: called with rows that have been converted.
     """
-    integers = empty_integers(rows, kind, dtype)
+    integers = empty_integers(parts, kinds, dtype)
+    last = 0
+    for blocks, kind in zip(parts, kinds):
+        first, last = last, last + blocks.shape[1]
+        for expert, rows in enumerate(blocks):
+            into = (None if it is None else it[expert, first:last] for it in integers)
+            write(rows, kind, Integers(*into), release)  # type: ignore[arg-type]
+    return integers
+
+
+def empty_integers(parts: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype) -> Integers:
+    """Return tensors for the rows of all parts, whose zeros are written for `SYMMETRIC` kinds."""
+    weights, size = block_of(kinds[0])
+    columns = parts[0].shape[2] // size * weights
+    sizes = len(parts[0]), sum(it.shape[1] for it in parts)
+    scale = parts[0].new_empty((*sizes, columns // GROUP_SIZE), dtype=dtype)
+    if not all(it in FOUR_BITS for it in kinds):
+        return Integers(scale.new_empty((*sizes, columns), dtype=torch.int8), scale)
+    weight = scale.new_empty((*sizes, columns // 2), dtype=torch.uint8)
+    if not any(it in SYMMETRIC for it in kinds):
+        return Integers(weight, scale, torch.empty_like(scale))
+    # One row of zeros serves all rows.
+    own = scale[:1, :1] if all(it in SYMMETRIC for it in kinds) else scale
+    return Integers(weight, scale, torch.full_like(own, ZERO).expand_as(scale))
+
+
+def write(rows: Tensor, kind: str, integers: Integers, release: Callable[[Tensor], None]) -> None:
+    """Write integers and scales of a matrix, and zeros if its kind has them."""
+    weight, scale, zero, *_ = integers
+    tensors = [weight, scale]
+    if zero is not None and kind not in SYMMETRIC:
+        tensors.append(zero)
+    is_wider = zero is None and kind in FOUR_BITS
     step = max(1, BYTES // rows.shape[1])
-    parts = [it.split(step) for it in integers if it is not None]
-    for some, *into in zip(rows.split(step), *parts):
-        if kind in WRITERS:
+    for some, *into in zip(rows.split(step), *(it.split(step) for it in tensors)):
+        if kind in WRITERS and not is_wider:
             WRITERS[kind](some.unflatten(1, (-1, block_of(kind)[1])), *into)
         else:
             write_nearest(some, kind, *into)
         release(some)
-    if kind in ZEROS:
-        # One row of zeros serves all rows.
-        zero = torch.full_like(integers.scale[:1], ZEROS[kind]).expand_as(integers.scale)
-        return integers._replace(zero=zero)
-    return integers
-
-
-def empty_integers(rows: Tensor, kind: str, dtype: torch.dtype) -> Integers:
-    """Return tensors for a matrix; those of zeros only if groups have zeros of their own."""
-    weights, size = block_of(kind)
-    height, columns = len(rows), rows.shape[1] // size * weights
-    scale = rows.new_empty((height, columns // GROUP_SIZE), dtype=dtype)
-    if kind in FOUR_BITS:
-        zero = None if kind in ZEROS else torch.empty_like(scale)
-        return Integers(rows.new_empty((height, columns // 2)), scale, zero)
-    return Integers(rows.new_empty((height, columns), dtype=torch.int8), scale)
 
 
 def block_of(kind: str) -> tuple[int, int]:
@@ -143,8 +172,9 @@ EXACT: dict[str, Callable[..., None]] = {
 """Kinds whose integers stay as they are. Scales, and minima over scales, are rounded to a dtype."""
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 """Kinds with integers of 4 bits; others have 8."""
-ZEROS = {"Q4_0": 8}
-"""Kinds with the same zero for all groups: weights are (integer - 8) * scale."""
+SYMMETRIC = ("Q4_0",)
+"""Kinds with integers of 4 bits and `ZERO` for all groups: weights are (integer - 8) * scale."""
+ZERO = 8
 WRITERS: dict[str, Callable[..., None]] = {**EXACT, "Q5_K": read_q5_k, "Q6_K": read_q6_k}
 """Kinds with functions of their own; those of 5 and 6 bits round to the nearest of 8 bits."""
 

@@ -49,42 +49,31 @@ class FooPackedExperts(nn.Module):
     """
 
     def __init__(
-        self, own: Any, parts: list[Parts], read: Callable[[str], FooPackedLinear]
+        self, own: Any, parts: list[Parts], weights: list[Integers], stored_formats: dict[str, Any]
     ) -> None:
         """Make the experts that stand for a module of the model's own class.
 
         Args:
             parts: of both weights, in the order of `names_of_weights`.
-            read: makes a layer, from its name ``expert.layer``.
+            weights: in the same order, of all experts: (experts, outputs, ...).
         """
         super().__init__()
         self.num_experts: int = len(weights_of(own)[0])
         self.options: dict[str, Any] = gate_of(own)  # type: ignore[assignment]
         self.parts = parts
-        self.stored_formats: dict[str, Any] = {}
-        for weight, names in parts:
-            for name, tensor in zip(suffixed(weight), self.fused(names, read)):
+        self.stored_formats = stored_formats
+        for (weight, _), integers in zip(parts, weights):
+            for name, tensor in zip(suffixed(weight), integers):
                 self.register_buffer(name, tensor)
 
-    def fused(
-        self, names: tuple[str, ...], read: Callable[[str], FooPackedLinear]
-    ) -> list[Tensor | None]:
-        """Return integers, scales and zeros of all experts."""
-        made: list[Tensor | None] = [None] * 3
-        for expert in range(self.num_experts):
-            for place, name in enumerate(names):
-                layer = read(f"{expert}.{name}")
-                self.stored_formats[name] = layer.stored_format
-                for number, tensor in enumerate((layer.weight, layer.scale, layer.zero)):
-                    if tensor is None:
-                        continue
-                    rows, *others = tensor.shape
-                    whole = made[number]
-                    if whole is None:
-                        sizes = (self.num_experts, rows * len(names), *others)
-                        whole = made[number] = tensor.new_empty(sizes)
-                    whole[expert, rows * place : rows * (place + 1)] = tensor
-        return made
+    @classmethod
+    def of_layers(
+        cls, own: Any, parts: list[Parts], read: Callable[[str], FooPackedLinear]
+    ) -> FooPackedExperts:
+        """Join the layers that `read` makes from their names ``expert.layer``."""
+        experts, formats = len(weights_of(own)[0]), dict[str, Any]()
+        weights = [fused(experts, names, read, formats) for _, names in parts]
+        return cls(own, parts, weights, formats)
 
     def layers(self) -> Iterator[tuple[str, FooPackedLinear]]:
         """Yield the layers of all experts, with their names in a file."""
@@ -125,6 +114,30 @@ class FooPackedExperts(nn.Module):
     def extra_repr(self) -> str:
         bits = 8 if self._buffers[f"{self.parts[0].weight}_zero"] is None else 4
         return f"{self.num_experts} experts, {bits} bits"
+
+
+def fused(
+    experts: int,
+    names: tuple[str, ...],
+    read: Callable[[str], FooPackedLinear],
+    formats: dict[str, Any],
+) -> Integers:
+    """Join the layers of all experts, and note the formats by the names of layers."""
+    made: list[Tensor | None] = [None] * 3
+    for expert in range(experts):
+        for place, name in enumerate(names):
+            layer = read(f"{expert}.{name}")
+            formats[name] = layer.stored_format
+            for number, tensor in enumerate((layer.weight, layer.scale, layer.zero)):
+                if tensor is None:
+                    continue
+                rows, *others = tensor.shape
+                whole = made[number]
+                if whole is None:
+                    sizes = (experts, rows * len(names), *others)
+                    whole = made[number] = tensor.new_empty(sizes)
+                whole[expert, rows * place : rows * (place + 1)] = tensor
+    return Integers(*made)  # type: ignore[arg-type]
 
 
 def suffixed(weight: str) -> tuple[str, str, str]:

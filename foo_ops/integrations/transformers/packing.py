@@ -113,7 +113,7 @@ def pack_experts(model: PreTrainedModel, bits: int, method: str, mappings: Mappi
         if len(parts) < 2 or (bits == 4 and None in sizes.values()):
             continue
         if all(has_numbers(module.get_parameter(it)) for it in weights):
-            packed = FooPackedExperts(module, parts, reader(weights, parts, bits, method))
+            packed = FooPackedExperts.of_layers(module, parts, reader(weights, parts, bits, method))
             model.set_submodule(path, packed.train(module.training))
             for it in weights.values():
                 mappings.release(it, is_read_again=True)
