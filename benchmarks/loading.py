@@ -75,8 +75,9 @@ class Size:
         if not self.experts:
             return LlamaConfig(**sizes)
         sizes["num_key_value_heads"] = self.hidden // 64
-        of_experts = {"num_experts": self.experts, "moe_intermediate_size": self.intermediate}
-        return Qwen3MoeConfig(**sizes, **of_experts, head_dim=64)
+        sizes |= {"num_experts": self.experts, "moe_intermediate_size": self.intermediate}
+        sizes["head_dim"] = 64
+        return Qwen3MoeConfig(**sizes)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights, by the names of their modules."""

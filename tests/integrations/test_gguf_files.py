@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaFor
 import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
 from foo_ops.integrations.transformers.gguf import Stored, put
-from foo_ops.integrations.transformers.gguf_blocks import EXACT, integers_of
+from foo_ops.integrations.transformers.gguf_blocks import EXACT, TABLES, codes_of, integers_of
 from foo_ops.integrations.transformers.packed import FooPackedEmbedding, FooPackedLinear
 
 ROUNDED = sorted(BLOCKS.keys() - EXACT.keys())
@@ -65,6 +65,18 @@ def test_integers_stay_as_they_are(kind, dtype):
     assert bool((errors <= room).all())
 
 
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", TABLES)
+def test_codes_and_their_scales_stay_as_they_are(kind, dtype, device):
+    data, numbers = random_matrix(kind, 300, 512, np.random.default_rng(1))
+    found = codes_of(torch.from_numpy(data.copy()).to(device), kind, dtype)
+    assert found.scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    codes = torch.stack((found.weight.cpu() & 15, found.weight.cpu() >> 4), -1).flatten(1)
+    scales = found.scale.cpu().double().repeat_interleave(32, 1)
+    assert torch.equal(found.table.cpu().double()[codes.long()] * scales, numbers())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_others_are_the_nearest_of_8_bits(kind, dtype):
@@ -99,7 +111,7 @@ def test_groups_of_equal_weights(minimum, scale, dtype):
 # ------------------------------------------------------------------------------------------- models
 
 
-@pytest.fixture(scope="module", params=["Q4_0", "Q4_K", "Q8_0"])
+@pytest.fixture(scope="module", params=["Q4_0", "Q4_K", "Q8_0", "IQ4_XS"])
 def llama(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("llama") / f"{request.param}.gguf"
     return path, write_gguf(path, request.param)
@@ -126,6 +138,18 @@ def test_short_floats_on_foo(llama, dtype):
     assert model.model.layers[0].mlp.up_proj.weight.device.type == "foo"
     assert model.dtype == dtype
     assert_near(logits_of(model), logits_of(exact), roundings=64)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4"])
+def test_tables_that_layers_have_and_embeddings_have_not(kind, tmp_path):
+    exact = write_gguf(tmp_path / "model.gguf", kind, tie_word_embeddings=True)
+    model = apply(load(tmp_path / "model.gguf"))
+    layer = model.model.layers[0].mlp.down_proj
+    assert layer.table.dtype == torch.float32
+    assert layer.bits == 4
+    assert model.lm_head.bits == 8
+    for count in (1, 30):
+        assert_near(logits_of(model, count), logits_of(exact, count), roundings=64)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", *whole("Q6_K")])
@@ -280,12 +304,14 @@ print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("kind", "most"), [("Q4_0", 1.25), ("Q4_K", 1.25), ("Q6_K", 1.45)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("Q4_0", 1.25), ("Q4_K", 1.25), ("IQ4_XS", 1.4), ("Q6_K", 1.45)]
+)
 def test_memory_of_loading(kind, most, tmp_path):
     """Neither the file nor temporary tensors stay in memory beside the layers.
 
     Scales and minima of Q4_K have 6 bits in the file: foo's layout takes 1.11 of its size. Weights
-    of Q6_K become 8 bits, which take 1.3.
+    of Q6_K become 8 bits, which take 1.3, and scales of IQ4_XS float32, which takes 1.18.
     """
     path = tmp_path / "model.gguf"
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 9}

@@ -21,7 +21,9 @@ import foo_ops
 from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
 from foo_ops.integrations.transformers.gguf import Place, put_experts
 from foo_ops.integrations.transformers.gguf_blocks import joined_integers
+from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
+from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4
 
 EXPERTS, ROWS, COLUMNS = 3, 70, 256
 
@@ -68,6 +70,7 @@ def types_of(model):
         (("Q4_K", "Q4_0"), 4, True),
         (("Q4_0", "Q4_1"), 4, True),
         (("Q8_0", "Q5_0"), 8, True),
+        (("IQ4_XS", "MXFP4"), 8, True),
         (("Q4_K", "Q6_K"), 8, False),
         (("Q8_0", "Q4_0"), 8, False),
     ],
@@ -169,6 +172,32 @@ def test_gates_of_another_kind(tmp_path):
     zero = experts_of(model).gate_up_proj_zero
     assert bool((zero[:, :256] == 8).all())
     assert not bool((zero[:, 256:] == 8).all())
+    assert_near(logits_of(model), logits_of(exact), roundings=64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_mxfp4(device, tmp_path):
+    """All other matrices of such files have 8 bits."""
+    kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")
+    exact = write_gguf(tmp_path / "model.gguf", "Q8_0", "qwen3moe", kinds=kinds)
+    model = load(tmp_path / "model.gguf", device_map=device)
+    assert types_of(model) == [FooMxfp4Experts] * 2
+    weight = dequantize_mxfp4(
+        experts_of(model).gate_up_proj_blocks.flatten(-2),
+        experts_of(model).gate_up_proj_scales,
+        torch.float64,
+    )
+    assert torch.equal(weight.cpu(), experts_of(exact).gate_up_proj)
+    for count in (1, 60):
+        assert_near(logits_of(model, count), logits_of(exact, count), roundings=64)
+
+
+def test_mxfp4_beside_another_kind(tmp_path):
+    exact = write_gguf(
+        tmp_path / "model.gguf", "MXFP4", "qwen3moe", kinds={"ffn_down_exps": "IQ4_NL"}
+    )
+    model = load(tmp_path / "model.gguf")
+    assert types_of(model) == [FooPackedExperts] * 2
     assert_near(logits_of(model), logits_of(exact), roundings=64)
 
 
@@ -289,14 +318,16 @@ def test_other_modules_stay():
     found = {"up": (up, "Q4_K"), "down": (down, "Q8_0")}
     assert put_experts(model, found) == {}
     model.model.layers[0].mlp.experts.has_bias = True
-    assert put_experts(model, {**found, "gate": (gate, "Q4_K")}) == {}
+    assert put_experts(model, {**found, "gate": (gate, "Q4_0")}) == {}
     model.model.layers[0].mlp.experts.has_bias = False
     assert put_experts(model, {"mtp": (Place("mtp.experts.down_proj", 0, 1), "Q8_0")}) == {}
-    assert put_experts(model, {**found, "gate": (gate, "Q4_K")}) == {
+    assert put_experts(model, {**found, "gate": (gate, "Q4_0")}) == {
         "up": f"{path}.gate_up_proj_1",
         "gate": f"{path}.gate_up_proj_0",
         "down": f"{path}.down_proj_0",
     }
+    kinds = {"gate_up_proj": ["Q4_0", "Q4_K"], "down_proj": ["Q8_0"]}
+    assert model.get_submodule(path).kinds == kinds
 
 
 # ------------------------------------------------------------------------------------------- memory

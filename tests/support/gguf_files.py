@@ -134,6 +134,24 @@ def iq4_nl(random):
     return scale + nibbles(q), [levels[it] * d for it in q]
 
 
+def iq4_xs(random):
+    levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    scale, d = half(random, 0.00002)
+    scales, q = random.integers(64, size=8), random.integers(16, size=(8, 32))
+    upper = sum(int(it >> 4) << 2 * group for group, it in enumerate(scales))
+    lower = bytes(int(a & 15) | int(b & 15) << 4 for a, b in scales.reshape(4, 2))
+    packed = b"".join(nibbles(group) for group in q)
+    weights = [d * (int(it) - 32) * levels[code] for it, group in zip(scales, q) for code in group]
+    return scale + upper.to_bytes(2, "little") + lower + packed, weights
+
+
+def mxfp4(random):
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    exponent, q = int(random.integers(118, 122)), random.integers(16, size=32)
+    weights = [(-1) ** (it >> 3) * magnitudes[it & 7] * 2.0 ** (exponent - 127) for it in q]
+    return bytes([exponent]) + nibbles(q), weights
+
+
 def six_bits(scales, minima):
     """Pack 8 scales and 8 minima into 12 bytes."""
     packed = bytearray(12)
@@ -190,6 +208,8 @@ BLOCKS = {
     "Q5_0": (q5_0, 32),
     "Q8_0": (q8_0, 32),
     "IQ4_NL": (iq4_nl, 32),
+    "IQ4_XS": (iq4_xs, 256),
+    "MXFP4": (mxfp4, 32),
     "Q4_K": (q4_k, 256),
     "Q5_K": (q5_k, 256),
     "Q6_K": (q6_k, 256),

@@ -9,6 +9,7 @@ imported, a model that is loaded without a GPU keeps them in 4 or 8 bits:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -36,8 +37,16 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from foo_ops.integrations.transformers.checkpoints import is_on_host
 from foo_ops.integrations.transformers.experts import names_of_weights, weights_of
-from foo_ops.integrations.transformers.gguf_blocks import integers_of, joined_integers, row_bytes
+from foo_ops.integrations.transformers.gguf_blocks import (
+    TABLES,
+    codes_of,
+    integers_of,
+    joined_integers,
+    joined_mxfp4,
+    row_bytes,
+)
 from foo_ops.integrations.transformers.memory import Mappings, trim
+from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts, can_be_mxfp4
 from foo_ops.integrations.transformers.packed import FooPackedEmbedding, FooPackedLinear, Integers
 from foo_ops.integrations.transformers.packed_experts import (
     FooPackedExperts,
@@ -293,12 +302,20 @@ class StoredBlocks(nn.Module):
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.register_parameter("bias", own.bias if self.is_linear else None)
 
-    def read(self, blocks: Tensor, dtype: torch.dtype, mappings: Mappings) -> Integers:
+    def read(
+        self, blocks: Tensor, dtype: torch.dtype, mappings: Mappings, has_table: bool
+    ) -> Integers:
+        """Convert the blocks.
+
+        Args:
+            has_table: whether codes with a table stay as they are, which embeddings do not read.
+        """
         kind, rows, columns = self.stored
         if rows is not None:
             blocks = blocks[rows.to(blocks.device)]
         order = None if columns is None else columns.to(blocks.device)
-        return integers_of(blocks, kind, dtype, mappings.release)._replace(order=order)
+        convert = codes_of if has_table and kind in TABLES else integers_of
+        return convert(blocks, kind, dtype, mappings.release)._replace(order=order)
 
     def packed(self, integers: Integers) -> nn.Module:
         if not self.is_linear:
@@ -326,20 +343,35 @@ class StoredExperts(nn.Module):
                 parameter = nn.Parameter(blocks, requires_grad=False)
                 self.register_parameter(name_of_part(name, part), parameter)
 
-    def packed(self, dtype: torch.dtype, mappings: Mappings) -> FooPackedExperts:
+    def packed(self, dtype: torch.dtype, mappings: Mappings) -> nn.Module:
         """Return the experts, and release the memory of the blocks."""
-        weights = []
-        for name, kinds in self.kinds.items():
-            names = [name_of_part(name, part) for part in range(len(kinds))]
-            parts = [self.get_parameter(it).detach() for it in names]
-            weights.append(joined_integers(parts, kinds, dtype, mappings.release))
-            for it in names:
-                mappings.release(self._parameters.pop(it).detach())  # type: ignore[union-attr]
+        own = vars(self)["own"]
+        are_mxfp4 = {kind for kinds in self.kinds.values() for kind in kinds} == {"MXFP4"}
+        if are_mxfp4 and can_be_mxfp4(own):
+            tensors = {
+                name: joined_mxfp4(parts, mappings.release)
+                for name, parts in self.taken_parts(mappings)
+            }
+            return FooMxfp4Experts.of_tensors(own, tensors).train(self.training)
+        weights = [
+            joined_integers(parts, self.kinds[name], dtype, mappings.release)
+            for name, parts in self.taken_parts(mappings)
+        ]
         layers = [Parts(name, (name,)) for name in self.kinds]
         # Blocks are not written again.
         formats = dict.fromkeys(self.kinds)
-        experts = FooPackedExperts(vars(self)["own"], layers, weights, formats)
-        return experts.train(self.training)
+        return FooPackedExperts(own, layers, weights, formats).train(self.training)
+
+    def taken_parts(self, mappings: Mappings) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield the names and the parts of weights, and let go of parts that have been read."""
+        for name, kinds in self.kinds.items():
+            names = [name_of_part(name, part) for part in range(len(kinds))]
+            parts = [self.get_parameter(it).detach() for it in names]
+            yield name, parts
+            for it in names:
+                del self._parameters[it]
+            for blocks in parts:
+                mappings.release(blocks)
 
 
 def name_of_part(weight: str, part: int) -> str:
@@ -492,7 +524,8 @@ class FooGgufQuantizer(GgufHfQuantizer):
         with torch.inference_mode(False), torch.no_grad():
             while places:
                 blocks, modules = places.popitem()
-                integers = modules[0][1].read(blocks.detach(), self.dtype, mappings)
+                are_linear = all(module.is_linear for _, module in modules)
+                integers = modules[0][1].read(blocks.detach(), self.dtype, mappings, are_linear)
                 for name, module in modules:
                     model.set_submodule(name, module.packed(integers).train(module.training))
                 mappings.release(blocks)

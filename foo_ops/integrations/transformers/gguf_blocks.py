@@ -6,30 +6,30 @@ blocks of a matrix, (N, blocks in a row, bytes), as ggml-common.h of llama.cpp d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foo_ops.integrations.transformers.packed import Integers
 from foo_ops.integrations.transformers.repacking import (
+    pair_codes,
     read_groups,
     read_q4_k,
     read_q5_k,
     read_q6_k,
 )
+from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.linear_quantized import to_int8
 
 GROUP_SIZE = 32
 """Weights that share a scale, in all layouts that are read here."""
 BYTES = 2**20
 """Bytes of a file that are converted at a time, so that temporary tensors stay in the caches."""
-CODES = torch.tensor(
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    dtype=torch.int8,
-    device="cpu",
-)
-"""The numbers of IQ4_NL (``kvalues_iq4nl``)."""
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Numbers of codes of 4 bits (``kvalues_iq4nl``, and ``kvalues_mxfp4``, which are doubled)."""
 
 
 def integers_of(
@@ -61,13 +61,59 @@ def joined_integers(
         release: called with rows that have been converted.
     """
     integers = empty_integers(parts, kinds, dtype)
+    for part, rows, into in placed(parts, integers):
+        write(rows, kinds[part], Integers(*into), release)  # type: ignore[arg-type]
+    return integers
+
+
+def placed(
+    parts: Sequence[Tensor], tensors: Sequence[Tensor | None]
+) -> Iterator[tuple[int, Tensor, list[Tensor | None]]]:
+    """Yield a part's number, the rows that an expert has there, and their places in tensors."""
     last = 0
-    for blocks, kind in zip(parts, kinds):
+    for part, blocks in enumerate(parts):
         first, last = last, last + blocks.shape[1]
         for expert, rows in enumerate(blocks):
-            into = (None if it is None else it[expert, first:last] for it in integers)
-            write(rows, kind, Integers(*into), release)  # type: ignore[arg-type]
-    return integers
+            yield part, rows, [None if it is None else it[expert, first:last] for it in tensors]
+
+
+def joined_mxfp4(
+    parts: Sequence[Tensor], release: Callable[[Tensor], None] = lambda rows: None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and exponents of experts as `foo_ops.moe_experts_quantized` takes MXFP4.
+
+    Args:
+        parts, release: as for `joined_integers`.
+    """
+    sizes, groups = (
+        (len(parts[0]), sum(it.shape[1] for it in parts)),
+        parts[0].shape[2] // block_of("MXFP4")[1],
+    )
+    codes = parts[0].new_empty((*sizes, groups * GROUP_SIZE // 2))
+    exponents = parts[0].new_empty((*sizes, groups))
+    for _, rows, into in placed(parts, (codes, exponents)):
+        for some, blocks, *places in chunks(rows, "MXFP4", *into):  # type: ignore[arg-type]
+            pair_codes(blocks, TABLES["MXFP4"].start, places[0])
+            places[1].copy_(blocks[..., 0])
+            release(some)
+    return codes, exponents
+
+
+def codes_of(
+    rows: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    release: Callable[[Tensor], None] = lambda rows: None,
+) -> Integers:
+    """Convert a matrix of a kind of `TABLES`, whose scales stay exact, for inputs of a dtype."""
+    table, (weights, size) = TABLES[kind], block_of(kind)
+    columns, wide = rows.shape[1] // size * weights, compute_type(dtype)
+    codes = rows.new_empty((len(rows), columns // 2))
+    scale = rows.new_empty((len(rows), columns // GROUP_SIZE), dtype=wide)
+    for some, blocks, *into in chunks(rows, kind, codes, scale):
+        table.write_codes(blocks, *into)
+        release(some)
+    return Integers(codes, scale, table=scale.new_tensor(table.numbers))
 
 
 def empty_integers(parts: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype) -> Integers:
@@ -93,13 +139,19 @@ def write(rows: Tensor, kind: str, integers: Integers, release: Callable[[Tensor
     if zero is not None and kind not in SYMMETRIC:
         tensors.append(zero)
     is_wider = zero is None and kind in FOUR_BITS
-    step = max(1, BYTES // rows.shape[1])
-    for some, *into in zip(rows.split(step), *(it.split(step) for it in tensors)):
+    for some, blocks, *into in chunks(rows, kind, *tensors):
         if kind in WRITERS and not is_wider:
-            WRITERS[kind](some.unflatten(1, (-1, block_of(kind)[1])), *into)
+            WRITERS[kind](blocks, *into)
         else:
             write_nearest(some, kind, *into)
         release(some)
+
+
+def chunks(rows: Tensor, kind: str, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield some rows at a time: bytes, blocks, and rows of the tensors."""
+    step = max(1, BYTES // rows.shape[1])
+    for some, *others in zip(rows.split(step), *(it.split(step) for it in tensors)):
+        yield some, some.unflatten(1, (-1, block_of(kind)[1])), *others
 
 
 def block_of(kind: str) -> tuple[int, int]:
@@ -149,11 +201,43 @@ def write_q5_0(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
     scale.copy_(halves(blocks, 0))
 
 
-def write_iq4_nl(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
-    """number * scale, with codes for 16 numbers."""
-    numbers = CODES.to(blocks.device)[elements(blocks[..., 2:]).long()]
-    integers.copy_(numbers.flatten(1))
-    scale.copy_(halves(blocks, 0))
+def scales_of_iq4_xs(blocks: Tensor) -> Tensor:
+    """Return a factor times (an integer of 6 bits - 32), whose upper bits lie in two bytes."""
+    shifts = torch.arange(0, 8, 2, device=blocks.device)
+    upper = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
+    lower = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
+    integers = (lower | upper << 4).float() - 32
+    return (halves(blocks, 0).unsqueeze(-1) * integers).flatten(1)
+
+
+def scales_of_mxfp4(blocks: Tensor) -> Tensor:
+    """Return powers of 2: half of the scale, for doubled numbers."""
+    return torch.exp2(blocks[..., 0].float() - 128)
+
+
+class Table(NamedTuple):
+    """A kind with codes of 4 bits for 16 numbers.
+
+    Attributes:
+        numbers: of the codes, in units of a scale.
+        start: the first byte of a block that has codes.
+        scales: returns those of blocks, (N, groups) float32, without rounding.
+    """
+
+    numbers: tuple[int, ...]
+    start: int
+    scales: Callable[[Tensor], Tensor]
+
+    def write(self, blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
+        """Write numbers as integers of 8 bits."""
+        codes = elements(blocks[..., self.start :].unflatten(-1, (-1, GROUP_SIZE // 2)))
+        numbers = torch.tensor(self.numbers, dtype=torch.int8, device=blocks.device)
+        integers.copy_(numbers[codes.long()].flatten(1))
+        scale.copy_(self.scales(blocks))
+
+    def write_codes(self, blocks: Tensor, codes: Tensor, scale: Tensor) -> None:
+        pair_codes(blocks, self.start, codes)
+        scale.copy_(self.scales(blocks))
 
 
 def elements(bytes: Tensor) -> Tensor:
@@ -161,13 +245,18 @@ def elements(bytes: Tensor) -> Tensor:
     return torch.cat((bytes & 15, bytes >> 4), -1)
 
 
+TABLES = {
+    "IQ4_NL": Table(IQ4, 2, lambda blocks: halves(blocks, 0)),
+    "IQ4_XS": Table(IQ4, 8, scales_of_iq4_xs),
+    "MXFP4": Table(E2M1, 1, scales_of_mxfp4),
+}
 EXACT: dict[str, Callable[..., None]] = {
     "Q4_0": read_groups,
     "Q4_1": write_q4_1,
     "Q4_K": read_q4_k,
     "Q5_0": write_q5_0,
     "Q8_0": read_groups,
-    "IQ4_NL": write_iq4_nl,
+    **{kind: table.write for kind, table in TABLES.items()},
 }
 """Kinds whose integers stay as they are. Scales, and minima over scales, are rounded to a dtype."""
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")

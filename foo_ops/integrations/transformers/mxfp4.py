@@ -50,6 +50,16 @@ class FooMxfp4Experts(nn.Module):
                 parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
                 self.register_parameter(f"{name}_{part}", parameter)
 
+    @classmethod
+    def of_tensors(cls, own: Any, tensors: dict[str, tuple[Tensor, Tensor]]) -> FooMxfp4Experts:
+        """Make experts without biases of blocks (E, N, K / 2) and exponents (E, N, K / 32)."""
+        made = cls(own)
+        for name, (blocks, scales) in tensors.items():
+            of_groups = blocks.unflatten(-1, (-1, GROUP_SIZE // 2))
+            for part, tensor in (("blocks", of_groups), ("scales", scales)):
+                setattr(made, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+        return made
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         own: Any = self
         biases = (

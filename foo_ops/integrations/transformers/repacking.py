@@ -219,6 +219,7 @@ library.define(
     "foo_files::read_q4_k",
     "(Tensor blocks, Tensor(a!) integers, Tensor(b!) scale, Tensor(c!) zero) -> ()",
 )
+library.define("foo_files::pair_codes", "(Tensor blocks, int start, Tensor(a!) codes) -> ()")
 for kind in ("q5_k", "q6_k"):
     library.define(
         f"foo_files::read_{kind}",
@@ -268,6 +269,17 @@ def read_q6_k(blocks: Tensor, integers: Tensor, scale: Tensor) -> None:
     torch.ops.foo_files.read_q6_k(blocks, integers, scale, *limits_of(scale.dtype))
 
 
+def pair_codes(blocks: Tensor, start: int, codes: Tensor) -> None:
+    """Write codes of 4 bits so that adjacent weights share a byte, the first in the lower bits.
+
+    Args:
+        blocks: (N, B, bytes) uint8, with 16 bytes for 32 weights: the lower bits have the first 16.
+        start: the first byte of a block with codes, which are its last bytes.
+        codes: (N, K / 2) uint8.
+    """
+    torch.ops.foo_files.pair_codes(blocks, start, codes)
+
+
 def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     """Return the relative spacing of numbers, and the smallest one."""
     info = torch.finfo(dtype)
@@ -278,6 +290,7 @@ def limits_of(dtype: torch.dtype) -> tuple[float, float]:
 @library.register_fake("foo_files::read_q4_k")
 @library.register_fake("foo_files::read_q5_k")
 @library.register_fake("foo_files::read_q6_k")
+@library.register_fake("foo_files::pair_codes")
 def read_fake(*arguments: Any) -> None:
     """Return nothing."""
 
@@ -362,6 +375,22 @@ def read_q4_k_kernel(blocks: Any, packed: Any, scales: Any, zeros: Any, rows: An
                     zero[index] = minimum != 0
                     for byte in range(16):
                         integers[start + byte] = 0
+
+
+@library.register_kernel("foo_files::pair_codes", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows=True, tiles=lambda blocks: blocks.shape[0])
+def pair_codes_kernel(blocks: Any, start: Any, codes: Any, rows: Any) -> None:
+    groups = (blocks.shape[2] - start) // 16
+    for row in rows:
+        target = codes.row(row)
+        for place in range(blocks.shape[1]):
+            block = blocks.row(row * blocks.shape[1] + place)
+            for group in range(groups):
+                source, index = start + 16 * group, 16 * (groups * place + group)
+                for byte in range(8):
+                    first, second = block[source + 2 * byte], block[source + 2 * byte + 1]
+                    target[index + byte] = first & 15 | (second & 15) << 4
+                    target[index + 8 + byte] = first >> 4 | second & 240
 
 
 def write_scale(scale: Any, index: Any, highest: Any, spacing: Any, smallest: Any) -> Any:
