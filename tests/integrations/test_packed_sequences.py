@@ -262,12 +262,8 @@ def test_packed_sequences_needs_both(off):
     assert "packing" not in replaced(apply(build("bert"), **{off: False}))
 
 
-@pytest.mark.parametrize("name", ["mpnet", "modernbert"])
-def test_encoders_with_positions_in_their_layers_stay(name):
+def test_an_encoder_with_a_bias_of_positions_stays():
     config = transformers.MPNetConfig(**SIZES)
-    if name == "modernbert":
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id"), 1)
-        config = transformers.ModernBertConfig(**SIZES, **special, sep_token_id=2, pad_token_id=0)
     model, given = transformers.AutoModel.from_config(config).eval(), batch()
     ours, shown = apply(copy.deepcopy(model)), given["attention_mask"].bool()
     assert "packing" not in replaced(ours)
@@ -306,10 +302,11 @@ def test_changes_after_apply(packed):
     ("options", "name", "came"),
     [
         ({"dropout": 0.1}, "dropout", "float"),
-        ({"position_bias": torch.zeros(1)}, "softcap, sinks, window, bias or indices", "True"),
+        ({"position_bias": torch.zeros(1)}, "softcap, sinks, bias or indices", "True"),
+        ({"sliding_window": 3}, "sliding_window", "int"),
         ({"temperature": 2.0}, "temperature", "float"),
     ],
-    ids=["dropout", "bias", "unknown"],
+    ids=["dropout", "bias", "window", "unknown"],
 )
 def test_options_that_packed_sequences_refuse(options, name, came):
     rows = torch.randn(1, 2, 5, 8)
@@ -320,3 +317,137 @@ def test_options_that_packed_sequences_refuse(options, name, came):
         f"attention of implementation 'packed sequences': {name} must be None, since this option "
         f"is unknown and may change the result, got {came}"
     )
+
+
+# ------------------------------------------------------------------- models that know positions
+
+
+def modernbert(kind=transformers.AutoModel, **options):
+    """Return a model with layers of each type, and a window of 2 tokens on each side."""
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id"), 1)
+    sizes = SIZES | {"num_hidden_layers": 5, "local_attention": 4, "global_attn_every_n_layers": 3}
+    config = transformers.ModernBertConfig(**sizes, **special, sep_token_id=2, pad_token_id=0)
+    torch.manual_seed(0)
+    model = kind.from_config(config, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture
+def packed_models(monkeypatch):
+    """Return a list to which each packed call adds its number of tokens."""
+    calls, own = [], packed_sequences.run_packed_model
+
+    def spy(model, input_ids, inputs_embeds, shown, keywords):
+        calls.append(int(shown.sum()))
+        return own(model, input_ids, inputs_embeds, shown, keywords)
+
+    monkeypatch.setattr(packed_sequences, "run_packed_model", spy)
+    return calls
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "foo"])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_models_with_rotations(implementation, has_ids, packed_models, device):
+    model, given = modernbert(attn_implementation=implementation), batch()
+    if not has_ids:
+        embedded = model.get_input_embeddings()(given["input_ids"]).detach()
+        given = {"inputs_embeds": embedded, "attention_mask": given["attention_mask"]}
+    twin = exact_copy(model)
+    twin.set_attn_implementation("eager")
+    with Doubles():
+        exact = hidden(
+            twin, {k: it.double() if it.is_floating_point() else it for k, it in given.items()}
+        )
+    ours = apply(model.to(device))
+    assert replaced(ours)["packing"] == 1
+    packed_models.clear()
+    found = hidden(ours, {k: it.to(device) for k, it in given.items()}).cpu()
+    shown = given["attention_mask"].bool()
+    assert packed_models == [sum(LENGTHS)]
+    assert_near(found[shown], exact[shown], roundings=64)
+    assert found[~shown].eq(0).all()
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_classifiers_with_rotations_and_gradients(pooling, packed_models):
+    given, results = batch(), []
+    own = modernbert(transformers.AutoModelForSequenceClassification)
+    own.config.classifier_pooling = pooling
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    for model in (own, integration.apply(copy.deepcopy(own))):
+        result = model(**given, labels=labels)
+        result.loss.backward()
+        results.append((result.logits, {k: it.grad for k, it in model.named_parameters()}))
+    torch.testing.assert_close(*results)
+    assert packed_models[-1] == sum(LENGTHS)
+
+
+MODELS_OTHERWISE = {
+    "left": (lambda model: None, batch("left"), {}),
+    "holes": (lambda model: None, batch("holes"), {}),
+    "nothing hidden": (lambda model: None, {"input_ids": batch()["input_ids"]}, {}),
+    "training": (in_training, batch(), {}),
+    "hidden states": (lambda model: None, batch(), {"output_hidden_states": True}),
+    "hidden states of a configuration": (
+        lambda model: setattr(model.config, "output_hidden_states", True),
+        batch(),
+        {},
+    ),
+    "positions": (lambda model: None, batch(), {"position_ids": torch.arange(13).flip(0)[None]}),
+    "a hook": (
+        lambda model: model.layers[1].register_forward_hook(lambda *arguments: None),
+        batch(),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS_OTHERWISE)
+def test_other_calls_of_models_with_rotations(case, packed_models):
+    change, given, options = MODELS_OTHERWISE[case]
+    model = modernbert()
+    ours = apply(copy.deepcopy(model))
+    assert replaced(ours)["packing"] == 1
+    packed_models.clear()
+    for it in (model, ours):
+        change(it)
+    with torch.no_grad():
+        results = [it(**given, **options) for it in (ours, model)]
+    assert packed_models == []
+    torch.testing.assert_close(results[0].to_tuple(), results[1].to_tuple())
+
+
+@pytest.mark.parametrize("kind", [Neighbours, Positions])
+def test_models_whose_layers_see_more_stay(kind):
+    model = modernbert()
+    model.layers[1].mlp.Wo.__class__ = kind
+    assert "packing" not in replaced(apply(model))
+
+
+def test_other_windows_of_layers_stay():
+    """The window of a configuration is that of masks."""
+    model = modernbert()
+    own = type(model).forward
+
+    class Wider(type(model)):
+        def forward(
+            self,
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            inputs_embeds=None,
+            **others,
+        ):
+            if isinstance(attention_mask, torch.Tensor):
+                self.config.sliding_window += 1
+            try:
+                return own(self, input_ids, attention_mask, position_ids, inputs_embeds, **others)
+            finally:
+                if isinstance(attention_mask, torch.Tensor):
+                    self.config.sliding_window -= 1
+
+    model.__class__ = Wider
+    assert "packing" not in replaced(apply(model))

@@ -6,7 +6,12 @@ import torch
 pytest.importorskip("transformers")
 from support.quantized_files import packed
 
-from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows, read_codes
+from foo_ops.integrations.transformers.repacking import (
+    pack_columns,
+    pack_rows,
+    read_codes,
+    read_groups,
+)
 
 DEVICES = ["cpu", "foo"]
 SIZES = [(1, 32, 32), (8, 64, 32), (24, 192, 64), (136, 256, 128), (264, 384, 64)]
@@ -65,3 +70,16 @@ def test_scales_of_8_bits_are_rounded_up(factor, dtype):
     errors = (found.flatten(1) - exact).unflatten(1, (-1, 32)).abs().amax(-1)
     room = largest / 254 * (1 + 2 * info.eps) + info.tiny * info.eps
     assert bool((errors <= room + 2 * torch.finfo(torch.float32).eps * largest).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_all_scales_of_16_bits(dtype):
+    """Negative, subnormal and infinite ones, and those that are no numbers."""
+    blocks = torch.zeros(64, 1024, 34, dtype=torch.uint8)
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(64, 1024)
+    blocks[..., :2] = halves.unsqueeze(-1).view(torch.uint8)
+    integers, scale = torch.empty(64, 2**15, dtype=torch.int8), torch.empty(64, 1024, dtype=dtype)
+    read_groups(blocks, integers, scale)
+    torch.testing.assert_close(
+        scale, halves.view(torch.float16).to(dtype), rtol=0, atol=0, equal_nan=True
+    )

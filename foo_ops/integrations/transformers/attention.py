@@ -127,10 +127,11 @@ class PackedSequences:
     Attributes:
         starts: (B + 1,), int32: where the sequences start, and the end of the last one.
         longest: the largest of their lengths.
+        window: of layers that see so many tokens on each side; None for all tokens.
     """
 
-    def __init__(self, starts: Tensor, longest: int) -> None:
-        self.starts, self.longest = starts, longest
+    def __init__(self, starts: Tensor, longest: int, window: int | None = None) -> None:
+        self.starts, self.longest, self.window = starts, longest, window
 
     def attend(
         self,
@@ -146,11 +147,16 @@ class PackedSequences:
         Raises:
             NotImplementedError: for dropout and other options; `apply` tries a layer first.
         """
-        refuse_unsupported({**others, "dropout": dropout or None}, "packed sequences")
+        given = {**others, "dropout": dropout or None}
+        if self.window is not None:
+            given.pop("sliding_window", None)
+        refuse_unsupported(given, "packed sequences")
+        window = -1 if self.window is None else self.window
         rows = (it.transpose(1, 2).squeeze(0) for it in (query, key, value))
         output, _ = torch.ops.foo.attention_varlen.default(
             *rows, self.starts, self.starts,
             max_seqlen_q=self.longest, max_seqlen_k=self.longest, scale=scaling,
+            window_left=window, window_right=window,
         )  # fmt: skip
         return output.unsqueeze(0)
 
@@ -250,8 +256,9 @@ def foo_attention_forward(
         ValueError, TypeError: as `foo_ops.attention`.
     """
     if isinstance(attention_mask, PackedSequences):
-        unknown = (sliding_window, softcap, s_aux, position_bias, indices, block_indices)
-        given = {"softcap, sinks, window, bias or indices": any(it is not None for it in unknown)}
+        unknown = (softcap, s_aux, position_bias, indices, block_indices)
+        given = {"softcap, sinks, bias or indices": any(it is not None for it in unknown)}
+        given["sliding_window"] = sliding_window  # type: ignore[assignment]
         return attention_mask.attend(query, key, value, scaling, dropout, {**others, **given}), None
     refuse_unsupported(others, NAME)
     chosen = keys_chosen(module, query, key, indices, block_indices)

@@ -34,7 +34,12 @@ from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
 from foo_ops.integrations.transformers.norms import LAYER_NORMS, LAYERS, NORMS
 from foo_ops.integrations.transformers.packed import FooPackedLinear
 from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
-from foo_ops.integrations.transformers.packed_sequences import FooEncoder, hides_padding
+from foo_ops.integrations.transformers.packed_sequences import (
+    FooEncoder,
+    FooPackedModel,
+    Packing,
+    hides_padding,
+)
 from foo_ops.integrations.transformers.packing import pack
 from foo_ops.integrations.transformers.quantized import (
     FooJoined,
@@ -73,7 +78,7 @@ REPLACEMENTS: dict[type[Replacement], tuple[set[str], ...]] = {
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), ({"mlp"},)),
     FooActivatedMLP: ({"mlp", "linear"},),
     FooExperts: ({"experts"},),
-    FooEncoder: ({"packing", "attention"},),
+    **dict.fromkeys((FooEncoder, FooPackedModel), ({"packing", "attention"},)),
     **dict.fromkeys((FooLinear, FooConv1D), ({"linear"},)),
 }
 """Arguments of `apply` that allow each replacement, one set of them or another.
@@ -91,7 +96,7 @@ KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "quantize": (Quantized,),
     "fused_loss": (FooLanguageModel,),
     "layer_norm": LAYER_NORMS,
-    "packing": (FooEncoder,),
+    "packing": (FooEncoder, FooPackedModel),
 }
 """The classes that `replaced` counts."""
 
@@ -230,7 +235,7 @@ def apply(
     for module in model.modules():
         if isinstance(module, FooJoined):
             module.join()
-        if isinstance(module, FooEncoder) and not module.is_safe():
+        if isinstance(module, Packing) and not module.is_safe():
             put_back(module)
     for part in pretrained(model):
         if loss:

@@ -78,7 +78,25 @@ def shown_tokens(mask: Any, hidden_states: Tensor) -> Tensor | None:
     return tokens[:, 0, 0]
 
 
-class FooEncoder(Replacement):
+class Packing(Replacement):
+    """Base class of replacements that call layers with the tokens of all sequences in one row."""
+
+    def is_safe(self) -> bool:
+        """Whether tokens in one row have the same results as in a padded batch, by a trial."""
+        raise NotImplementedError
+
+    def sees_packed(self) -> bool:
+        """Whether packed tokens are seen by nothing but modules as they were tried."""
+        modules: Iterable[nn.Module] = self.modules()  # type: ignore[attr-defined]
+        return not torch.compiler.is_compiling() and not any(
+            it.training
+            or (it is not self and has_hooks(it))
+            or (isinstance(it, FooAttention) and not attends_to_packed(it))
+            for it in modules
+        )
+
+
+class FooEncoder(Packing):
     """Replaces encoders such as BERT's: layers of one kind, called one after the other."""
 
     @classmethod
@@ -130,24 +148,14 @@ class FooEncoder(Replacement):
         self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **keywords: Any
     ) -> Any:
         shown = None
-        if not any(map(matters, (*others, *keywords.values()))) and self.can_pack(hidden_states):
+        is_alone_given = not any(map(matters, (*others, *keywords.values())))
+        is_batch = is_taken(hidden_states) and hidden_states.dim() == 3
+        if is_alone_given and is_batch and self.sees_packed():
             shown = shown_tokens(attention_mask, hidden_states)
         # The first token of each sequence is what poolers read.
         if shown is None or bool(shown.all()) or not bool(shown[:, 0].all()):
             return super().forward(hidden_states, attention_mask, *others, **keywords)  # type: ignore[misc]
         return run_packed(self, hidden_states, shown, keywords)
-
-    def can_pack(self, hidden_states: Any) -> bool:
-        """Whether packed tokens are seen by nothing but modules as they were tried."""
-        if torch.compiler.is_compiling() or not is_taken(hidden_states) or hidden_states.dim() != 3:
-            return False
-        modules: Iterable[nn.Module] = self.modules()  # type: ignore[attr-defined]
-        return not any(
-            it.training
-            or (it is not self and has_hooks(it))
-            or (isinstance(it, FooAttention) and not attends_to_packed(it))
-            for it in modules
-        )
 
 
 def matters(value: Any) -> bool:
@@ -175,14 +183,165 @@ def is_alone(result: Any) -> bool:
 
 def run_packed(encoder: Any, hidden_states: Tensor, shown: Tensor, keywords: dict[str, Any]) -> Any:
     """Call an encoder's own forward with the shown tokens only; padding becomes zeros."""
-    batch, size, width = hidden_states.shape
+    sequences, places = sequences_of(shown)
+    packed = rows_at(places, hidden_states)
+    result = encoder.original.forward(encoder, packed, sequences, **keywords)
+    return padded(result, places, shown)
+
+
+def sequences_of(shown: Tensor) -> tuple[PackedSequences, Tensor]:
+    """Return the sequences of shown tokens (B, S), and the places of these in the batch."""
     lengths = shown.sum(-1, dtype=torch.int32)
     starts = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     places = shown.flatten().nonzero().squeeze(-1)
-    packed = hidden_states.reshape(-1, width).index_select(0, places).unsqueeze(0)
-    sequences = PackedSequences(starts, int(lengths.max()))
-    result = encoder.original.forward(encoder, packed, sequences, **keywords)
+    return PackedSequences(starts, int(lengths.max())), places
+
+
+def rows_at(places: Tensor, tensor: Tensor) -> Tensor:
+    """Return the tokens at places of a batch, (B, S, ...), as a batch of one sequence."""
+    return tensor.flatten(0, 1).index_select(0, places).unsqueeze(0)
+
+
+def padded(result: Any, places: Tensor, shown: Tensor) -> Any:
+    """Put the hidden states of packed tokens back into a batch."""
     rows = result.last_hidden_state.squeeze(0)
-    padded = rows.new_zeros(batch * size, rows.shape[-1]).index_copy(0, places, rows)
-    result.last_hidden_state = padded.unflatten(0, (batch, size))
+    whole = rows.new_zeros(shown.numel(), rows.shape[-1]).index_copy(0, places, rows)
+    result.last_hidden_state = whole.unflatten(0, shown.shape)
     return result
+
+
+# ------------------------------------------------------------------- models that know positions
+
+
+INPUTS = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
+TYPES = {"full_attention", "sliding_attention"}
+
+
+class FooPackedModel(Packing):
+    """Replaces models such as ModernBERT, whose layers get rotations of ``position_ids``.
+
+    Their own forward takes a dict with a mask for each type of layer. Windows count packed tokens,
+    so sequences must have no holes.
+    """
+
+    config: Any
+    _modules: Any
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        names = list(inspect.signature(type(module).forward).parameters)
+        types = getattr(getattr(module, "config", None), "layer_types", None)
+        return (
+            names[1:5] == INPUTS
+            and len(names) == 6
+            and bool(types)
+            and set(types) <= TYPES
+            and layers_of(module) is not None
+            and not has_own_forward(module)
+        )
+
+    def is_safe(self) -> bool:
+        """Whether tokens in one row have the same results as in a padded batch, by a trial.
+
+        Layers of each kind are tried, in float32 or wider, on sequences that are longer than the
+        window.
+        """
+        name, layers = layers_of(self)  # type: ignore[arg-type, misc]
+        parameters = list(self.parameters())  # type: ignore[attr-defined]
+        if not all(map(has_numbers, parameters)):
+            return False
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        modules: Iterable[nn.Module] = self.modules()  # type: ignore[attr-defined]
+        tables = [id(it) for it in modules if isinstance(it, nn.Embedding)]
+
+        def copied(module: nn.Module) -> nn.Module:
+            """Copy a module without tables of embeddings, which are not called."""
+            memo: dict[int, Any] = {it: nn.Identity() for it in tables}
+            return copy.deepcopy(module, memo).eval().to("cpu", dtype)
+
+        try:
+            trial = {k: copied(it) for k, it in self._modules.items() if k != name}
+            trial[name] = nn.ModuleList(map(copied, distinct(layers)))
+        except Exception:  # modules that cannot be copied
+            return False
+        twin: Any = copy.copy(self)
+        vars(twin).update(_modules=trial, training=False)
+        size = 2 * (getattr(self.config, "sliding_window", None) or 0) + 8
+        generator = torch.Generator().manual_seed(0)
+        sizes = 3, size, self.config.hidden_size
+        input = torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)
+        shown = torch.arange(size) < torch.tensor([size, 2, size - 1])[:, None]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            try:
+                own = self.original.forward(twin, None, shown.long(), None, input)
+                ours = run_packed_model(twin, None, input, shown, {})
+            except Exception:  # a model whose layers do more than foo's attention
+                return False
+        return is_alone(own) and is_near(
+            own.last_hidden_state[shown], ours.last_hidden_state[shown]
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
+        others = (position_ids, *keywords.values())
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        config = self.config
+        if (
+            any(map(matters, others))
+            or (input_ids is None) == (inputs_embeds is None)
+            or config.output_hidden_states
+            or config.output_attentions
+            or not has_numbers(attention_mask)
+            or not is_taken(next(self.parameters()))  # type: ignore[attr-defined]
+            or attention_mask.shape != given.shape[:2]  # type: ignore[union-attr]
+            or not self.sees_packed()
+        ):
+            return super().forward(  # type: ignore[misc]
+                input_ids, attention_mask, position_ids, inputs_embeds, **keywords
+            )
+        shown = attention_mask != 0
+        has_holes = bool((shown[:, 1:] & ~shown[:, :-1]).any())
+        if has_holes or bool(shown.all()) or not bool(shown[:, 0].all()):
+            return super().forward(  # type: ignore[misc]
+                input_ids, attention_mask, None, inputs_embeds, **keywords
+            )
+        return run_packed_model(self, input_ids, inputs_embeds, shown, keywords)
+
+
+def distinct(layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the first layer of each kind."""
+    found: list[tuple[list[Any], nn.Module]] = []
+    for layer in layers:
+        own = traits(layer)
+        if all(own != other for other, _ in found):
+            found.append((own, layer))
+    return [layer for _, layer in found]
+
+
+def run_packed_model(
+    model: Any,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    shown: Tensor,
+    keywords: dict[str, Any],
+) -> Any:
+    """Call a model's own forward with the shown tokens only; padding becomes zeros."""
+    sequences, places = sequences_of(shown)
+    masks = {"full_attention": sequences}
+    if (window := getattr(model.config, "sliding_window", None)) is not None:
+        masks["sliding_attention"] = PackedSequences(sequences.starts, sequences.longest, window)
+    result = model.original.forward(
+        model,
+        None if input_ids is None else rows_at(places, input_ids),
+        masks,
+        (places % shown.shape[1]).unsqueeze(0),
+        None if inputs_embeds is None else rows_at(places, inputs_embeds),
+        **keywords,
+    )
+    return padded(result, places, shown)
