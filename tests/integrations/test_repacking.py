@@ -58,14 +58,15 @@ def test_columns(rows, columns, group_size, device):
 @pytest.mark.parametrize("factor", [0.0, 2.0**-22, 3e-5, 2e-4, 0.3])
 def test_scales_of_8_bits_are_rounded_up(factor, dtype):
     """No integer is beyond 127, and scales are neither 0 nor infinite."""
-    codes = torch.randint(256, (40, 48), dtype=torch.uint8)
-    table, factors = torch.linspace(-1, 1, 16), factor * torch.linspace(0.5, 1, 40).unsqueeze(1)
+    codes = torch.randint(256, (40, 96), dtype=torch.uint8)
+    table, factors = torch.linspace(-1, 1, 16), factor * torch.linspace(0.5, 1, 120).view(40, 3)
     integers, scale = read_codes(codes, table, factors, dtype)
     places = torch.stack((codes >> 4, codes & 15), -1).flatten(1).long()
-    exact = factors.double() * table.double()[places]
+    exact = factors.double().repeat_interleave(64, 1) * table.double()[places]
     info, largest = torch.finfo(dtype), exact.unflatten(1, (-1, 32)).abs().amax(-1)
     assert bool((scale > 0).all())
     assert bool(scale.isfinite().all())
+    assert bool((127 * scale.double() >= largest * (1 - 2 * torch.finfo(torch.float32).eps)).all())
     found = integers.double().unflatten(1, (-1, 32)) * scale.double().unsqueeze(-1)
     errors = (found.flatten(1) - exact).unflatten(1, (-1, 32)).abs().amax(-1)
     room = largest / 254 * (1 + 2 * info.eps) + info.tiny * info.eps

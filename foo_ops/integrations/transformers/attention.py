@@ -258,7 +258,7 @@ def foo_attention_forward(
     if isinstance(attention_mask, PackedSequences):
         unknown = (softcap, s_aux, position_bias, indices, block_indices)
         given = {"softcap, sinks, bias or indices": any(it is not None for it in unknown)}
-        given["sliding_window"] = sliding_window  # type: ignore[assignment]
+        given["sliding_window"] = sliding_window
         return attention_mask.attend(query, key, value, scaling, dropout, {**others, **given}), None
     refuse_unsupported(others, NAME)
     chosen = keys_chosen(module, query, key, indices, block_indices)

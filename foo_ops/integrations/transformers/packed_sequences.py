@@ -230,7 +230,7 @@ class FooPackedModel(Packing):
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         names = list(inspect.signature(type(module).forward).parameters)
-        types = getattr(getattr(module, "config", None), "layer_types", None)
+        types = getattr(getattr(module, "config", None), "layer_types", None) or ()
         return (
             names[1:5] == INPUTS
             and len(names) == 6
