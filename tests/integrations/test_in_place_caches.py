@@ -282,6 +282,18 @@ def test_others_may_replace_keys_or_values(replaced):
             assert torch.equal(getattr(ours.layers[0], name), getattr(own.layers[0], name))
 
 
+def test_an_offloaded_cache_on_the_cpu_goes_on_in_place():
+    cache = in_place_cache(DynamicCache())
+    addresses = set()
+    for _ in range(9):
+        cache.update(*torch.randn(2, 1, 2, 3, 4).unbind(), 0)
+        layer = cache.layers[0]
+        layer.offload()
+        layer.prefetch()
+        addresses.add(layer.keys.data_ptr())
+    assert len(addresses) == 1
+
+
 def test_keys_are_no_attributes_until_others_set_them():
     """A token would have to set them for each layer."""
     cache = in_place_cache(DynamicCache())
@@ -290,4 +302,6 @@ def test_keys_are_no_attributes_until_others_set_them():
     assert not {"keys", "values"} & vars(layer).keys()
     assert layer.own_memory() is not None
     layer.keys = layer.keys
+    assert layer.own_memory() is not None
+    layer.keys = layer.keys.clone()
     assert layer.own_memory() is None

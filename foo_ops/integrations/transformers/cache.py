@@ -280,7 +280,7 @@ class GrowingLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
-        self.held_keys = value
+        self.held_keys = self.foreign(0, value)
 
     @property
     def values(self) -> Any:
@@ -288,10 +288,24 @@ class GrowingLayer(DynamicLayer):
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
-        self.held_values = value
+        self.held_values = self.foreign(1, value)
 
     def shown(self, number: int, held: Tensor | None) -> Tensor | None:
         return held if held is not None or self.memory is None else self.memory.view(number)
+
+    def foreign(self, number: int, value: Tensor | None) -> Tensor | None:
+        """Return a tensor that is put in the place of keys or values, or None for these themselves.
+
+        Offloading to a CPU, which is where they are, puts them back in each step.
+        """
+        if value is None or self.memory is None or torch.compiler.is_compiling():
+            return value
+        if type(value) is not Tensor or value.requires_grad:
+            return value
+        own = self.memory.view(number)
+        alike = [(it.shape, it.stride(), it.dtype) for it in (value, own)]
+        is_own = alike[0] == alike[1] and value.data_ptr() == own.data_ptr()
+        return None if is_own else value
 
     def own_memory(self) -> Memory | None:
         """Return the memory, if keys and values are what it holds."""
