@@ -265,7 +265,7 @@ def test_model_takes_its_caches(monkeypatch):
     assert type(cache.layers[0]).__name__ == "GrowingLayer"
 
 
-@pytest.mark.parametrize("replaced", [{"keys"}, {"values"}, {"keys", "values"}], ids=str)
+@pytest.mark.parametrize("replaced", [("keys",), ("values",), ("keys", "values")], ids=str)
 def test_others_may_replace_keys_or_values(replaced):
     ours, own = in_place_cache(DynamicCache()), DynamicCache()
     generator = torch.Generator().manual_seed(0)
