@@ -169,7 +169,7 @@ def test_carriers(name):
 
 
 def test_carriers_of_small_numbers():
-    """Those of float16 below 6e-5 have fewer bits, and are rounded otherwise in a trial."""
+    """In float16, numbers below 6e-5 have fewer bits, and are rounded otherwise in a trial."""
     model = build("llama", torch.float16)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -186,7 +186,7 @@ def test_carriers_of_others():
     values = "encoder.layer.{}.attention.self.value"
     assert bert == {f"encoder.layer.{n}.attention.output.dense": values.format(n) for n in range(2)}
     t5 = carriers_of(build("T5"))
-    # What an encoder returns stays as it is.
+    # The results of an encoder stay as they are.
     cross = "decoder.block.1.layer.1.EncDecAttention"
     assert t5[f"{cross}.k"] is t5[f"{cross}.v"] is None
     assert t5[f"{cross}.q"] == "decoder.block.1.layer.1.layer_norm"

@@ -1,6 +1,5 @@
 """GGUF files are loaded with their matrices in the bits that they have, and compute the same."""
 
-import json
 import re
 import sys
 
@@ -12,33 +11,33 @@ from support.parts import whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
-from support.gguf_files import BLOCKS, SIZES, random_matrix, write_gguf, write_qwen35
-from support.processes import python
+from support.gguf_files import (
+    BLOCKS,
+    SIZES,
+    UNREADABLE,
+    random_matrix,
+    write_gguf,
+    write_qwen35,
+)
+from support.gguf_models import (
+    check_generation,
+    check_gradients_of_inputs_and_norms,
+    check_is_not_written,
+    load,
+    logits_of,
+)
+from support.memory_of_loading import check_peak
 from torch import nn
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GgufConfig, LlamaConfig, LlamaForCausalLM
 
 import foo_ops
-from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
+from foo_ops.integrations.transformers import apply, left_alone, replaced
 from foo_ops.integrations.transformers.gguf import Stored, put
 from foo_ops.integrations.transformers.gguf_blocks import EXACT, TABLES, codes_of, integers_of
 from foo_ops.integrations.transformers.packed import FooPackedEmbedding, FooPackedLinear
 
 ROUNDED = sorted(BLOCKS.keys() - EXACT.keys())
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
-
-
-def tokens(count=9):
-    return torch.randint(96, (2, count), generator=torch.Generator().manual_seed(0))
-
-
-def logits_of(model, count=9):
-    device = model.model.norm.weight.device
-    with torch.no_grad():
-        return model(tokens(count).to(device)).logits
 
 
 # ------------------------------------------------------------------------------------------- blocks
@@ -202,31 +201,16 @@ def test_kinds_are_mixed(tmp_path):
 
 def test_generate(llama):
     path, exact = llama
-    found = apply(load(path)).generate(tokens()[:1], max_new_tokens=6, do_sample=False)
-    # Each token has the largest logit, but for the errors of float32.
-    logits = exact(found[:, :-1]).logits[0, 8:].detach()
-    chosen = logits.gather(1, found[0, 9:, None])[:, 0]
-    assert bool((logits.amax(1) - chosen <= 1e-4 * logits.abs().amax(1)).all())
+    check_generation(apply(load(path)), exact, 6)
 
 
 def test_gradients_flow_to_inputs_and_norms(llama):
     path, exact = llama
-    gradients = []
-    for model in (load(path), exact):
-        embedded = exact.model.embed_tokens(tokens()).detach().to(model.dtype).requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=tokens()).loss
-        gradients.append(torch.autograd.grad(loss, [embedded, model.model.norm.weight]))
-    for ours, theirs in zip(*gradients):
-        assert_near(ours, theirs, roundings=256)
+    check_gradients_of_inputs_and_norms(load(path), exact)
 
 
 def test_is_not_written_in_other_formats(llama, tmp_path):
-    message = (
-        "save_quantized: model must not be from a GGUF file, whose groups compressed-tensors does "
-        "not have"
-    )
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        save_quantized(load(llama[0]), tmp_path)
+    check_is_not_written(load(llama[0]), tmp_path)
 
 
 def test_dequantize_is_transformers_own(llama):
@@ -267,10 +251,7 @@ def test_modules_of_other_classes_stay():
 
 
 def test_a_kind_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    def integers(random):
-        return bytes(32), [0.0] * 32
-
-    monkeypatch.setitem(BLOCKS, "I8", (integers, 32))
+    monkeypatch.setitem(BLOCKS, "I8", UNREADABLE)
     write_gguf(tmp_path / "model.gguf", "Q4_0", kinds={"0.mlp.up_proj": "I8"})
     message = "gguf: blk.0.ffn_up.weight is I8, which cannot be read"
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
@@ -278,28 +259,6 @@ def test_a_kind_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- memory
-
-
-LOADING = """
-import json, sys, time
-import accelerate, foo_ops, gguf, torch
-from foo_ops.integrations.transformers import apply
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-# Imports and the linker of kernels do not depend on the size of a model.
-foo_ops.abs(torch.ones(1))
-sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
-apply(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
-
-def in_bytes(name):
-    lines = dict(it.split(":") for it in open("/proc/self/status"))
-    return 1024 * int(lines[name].split()[0])
-
-folder, name = sys.stdin.read().rsplit("/", 1)
-before, start = in_bytes("VmRSS"), time.perf_counter()
-apply(AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16))
-print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
-"""
 
 
 @pytest.mark.whole
@@ -319,10 +278,7 @@ def test_memory_of_loading(kind, most, tmp_path):
     write_gguf(path, kind, is_returned=False, **sizes)
     size = path.stat().st_size
     assert 200e6 < size < 450e6
-    # The first process compiles kernels, which takes memory and time once for an installation.
-    for _ in range(2):
-        process = python(LOADING, input=str(path), new=True)
-        assert process.returncode == 0, process.stderr
-    peak, seconds = json.loads(process.stdout.splitlines()[-1])
-    print(f"{peak / size:.2f} of {size / 1e6:.0f} MB, {seconds:.2f} seconds")
-    assert peak <= most * size
+    check_peak(
+        tmp_path, size, most,
+        imports=("accelerate", "gguf"), gguf_file=path.name, dtype="bfloat16",
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """Mixtures of GGUF files are loaded with their experts in the bits that they have."""
 
-import json
 import re
 import sys
 
@@ -12,13 +11,27 @@ from support.parts import whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
-from support.gguf_files import BLOCKS, MIXTURES, random_matrix, write_gguf, write_qwen35
-from support.processes import python
+from support.gguf_files import (
+    BLOCKS,
+    MIXTURES,
+    UNREADABLE,
+    random_matrix,
+    write_gguf,
+    write_qwen35,
+)
+from support.gguf_models import (
+    check_generation,
+    check_gradients_of_inputs_and_norms,
+    check_is_not_written,
+    load,
+    logits_of,
+)
+from support.memory_of_loading import QWEN3_MOE, check_peak
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig
 
 import foo_ops
-from foo_ops.integrations.transformers import apply, left_alone, replaced, save_quantized
+from foo_ops.integrations.transformers import apply, left_alone, replaced
 from foo_ops.integrations.transformers.gguf import Place, put_experts
 from foo_ops.integrations.transformers.gguf_blocks import joined_integers
 from foo_ops.integrations.transformers.mxfp4 import FooMxfp4Experts
@@ -26,20 +39,6 @@ from foo_ops.integrations.transformers.packed_experts import FooPackedExperts
 from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4
 
 EXPERTS, ROWS, COLUMNS = 3, 70, 256
-
-
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
-
-
-def tokens(count=9):
-    return torch.randint(96, (2, count), generator=torch.Generator().manual_seed(0))
-
-
-def logits_of(model, count=9):
-    device = model.model.norm.weight.device
-    with torch.no_grad():
-        return model(tokens(count).to(device)).logits
 
 
 def experts_of(model, layer=0):
@@ -231,32 +230,16 @@ def test_generate(mixture):
     path, exact = mixture
     model = apply(load(path))
     assert replaced(model)["decode"] == 1
-    found = model.generate(tokens()[:1], max_new_tokens=8, do_sample=False)
-    # Each token has the largest logit, but for the errors of float32.
-    with torch.no_grad():
-        logits = exact(found[:, :-1]).logits[0, 8:]
-    chosen = logits.gather(1, found[0, 9:, None])[:, 0]
-    assert bool((logits.amax(1) - chosen <= 1e-4 * logits.abs().amax(1)).all())
+    check_generation(model, exact, 8)
 
 
 def test_gradients_flow_to_inputs_and_norms(mixture):
     path, exact = mixture
-    gradients = []
-    for model in (load(path), exact):
-        embedded = exact.model.embed_tokens(tokens()).detach().to(model.dtype).requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=tokens()).loss
-        gradients.append(torch.autograd.grad(loss, [embedded, model.model.norm.weight]))
-    for ours, theirs in zip(*gradients):
-        assert_near(ours, theirs, roundings=256)
+    check_gradients_of_inputs_and_norms(load(path), exact)
 
 
 def test_is_not_written_in_other_formats(mixture, tmp_path):
-    message = (
-        "save_quantized: model must not be from a GGUF file, whose groups compressed-tensors does "
-        "not have"
-    )
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        save_quantized(load(mixture[0]), tmp_path)
+    check_is_not_written(load(mixture[0]), tmp_path)
 
 
 def test_dequantize_is_transformers_own(mixture):
@@ -267,10 +250,7 @@ def test_dequantize_is_transformers_own(mixture):
 
 
 def test_a_kind_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    def integers(random):
-        return bytes(32), [0.0] * 32
-
-    monkeypatch.setitem(BLOCKS, "I8", (integers, 32))
+    monkeypatch.setitem(BLOCKS, "I8", UNREADABLE)
     kinds = {"ffn_up_exps": "I8"}
     write_gguf(tmp_path / "model.gguf", "Q4_0", "qwen3moe", kinds=kinds, is_returned=False)
     message = "gguf: blk.0.ffn_up_exps.weight is I8, which cannot be read"
@@ -333,29 +313,6 @@ def test_other_modules_stay():
 # ------------------------------------------------------------------------------------------- memory
 
 
-LOADING = """
-import json, sys
-import accelerate, foo_ops, gguf, torch
-from foo_ops.integrations.transformers import apply
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-# Imports and the linker of kernels do not depend on the size of a model.
-foo_ops.abs(torch.ones(1))
-sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
-sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2, "head_dim": 32}
-apply(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=1)))
-
-def in_bytes(name):
-    lines = dict(it.split(":") for it in open("/proc/self/status"))
-    return 1024 * int(lines[name].split()[0])
-
-folder, name = sys.stdin.read().rsplit("/", 1)
-before = in_bytes("VmRSS")
-apply(AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16))
-print(json.dumps(in_bytes("VmHWM") - before))
-"""
-
-
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("kind", "most"), [("Q4_0", 1.25), ("Q4_K", 1.25), ("Q6_K", 1.45)])
@@ -367,10 +324,8 @@ def test_memory_of_loading(kind, most, tmp_path):
     write_gguf(path, kind, "qwen3moe", is_returned=False, **sizes)
     size = path.stat().st_size
     assert 200e6 < size < 450e6
-    # The first process compiles kernels, which takes memory and time once for an installation.
-    for _ in range(2):
-        process = python(LOADING, input=str(path), new=True)
-        assert process.returncode == 0, process.stderr
-    peak = json.loads(process.stdout.splitlines()[-1])
-    print(f"{peak / size:.2f} of {size / 1e6:.0f} MB")
-    assert peak <= most * size
+    check_peak(
+        tmp_path, size, most,
+        small=QWEN3_MOE,
+        imports=("accelerate", "gguf"), gguf_file=path.name, dtype="bfloat16",
+    )  # fmt: skip

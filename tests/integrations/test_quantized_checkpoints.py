@@ -12,7 +12,7 @@ from support.exact import assert_near
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
-from support.processes import python
+from support.memory_of_loading import check_peak
 from support.quantized_files import (
     awq,
     float_quantized,
@@ -504,28 +504,6 @@ def test_experts_in_act_order(tmp_path):
 # ---------------------------------------------------------------------------------------- memory
 
 
-LOADING = """
-import json, sys, time
-import torch
-import foo_ops
-from foo_ops.integrations.transformers import apply
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-def in_bytes(name):
-    lines = dict(it.split(":") for it in open("/proc/self/status"))
-    return 1024 * int(lines[name].split()[0])
-
-# Imports and the linker of kernels do not depend on the size of a model.
-foo_ops.abs(torch.ones(1))
-sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
-apply(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
-before = in_bytes("VmRSS")
-start = time.perf_counter()
-model = apply(AutoModelForCausalLM.from_pretrained(sys.stdin.read()))
-print(json.dumps([in_bytes("VmHWM") - before, time.perf_counter() - start]))
-"""
-
-
 def awq_shapes(rows, columns):
     groups = columns // 128
     return {
@@ -552,10 +530,4 @@ def test_memory_of_loading(kind, tmp_path):
     write_large(tmp_path, *LARGE[kind], **sizes)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert 180e6 < size < 220e6
-    # The first process compiles kernels, which takes memory and time once for an installation.
-    for _ in range(2):
-        process = python(LOADING, input=str(tmp_path), new=True)
-        assert process.returncode == 0, process.stderr
-    peak, seconds = json.loads(process.stdout.splitlines()[-1])
-    print(f"{peak / size:.2f} of {size / 1e6:.0f} MB, {seconds:.2f} seconds")
-    assert peak <= 1.25 * size
+    check_peak(tmp_path, size, 1.25)

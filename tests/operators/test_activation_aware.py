@@ -116,7 +116,7 @@ def test_product(dtype, device):
     exact = inputs[:5].double().cpu() @ numbers_of([it.cpu() for it in (*found, input_scale)]).t()
     room = 32 * torch.finfo(dtype).eps * exact.norm()
     assert (product.double().cpu() - exact).norm() <= room
-    # Of as many rows as columns, too: it cannot be mistaken for a bias.
+    # The weight is square, and still its scale cannot be mistaken for a bias.
     with pytest.raises(ValueError, match="bias must have 1 dimension"):
         foo_ops.linear_int4(inputs[:5], *found, input_scale, group_size=64)
 

@@ -221,6 +221,10 @@ MOST = 4096
 """Blocks of a matrix that are made; larger matrices repeat them in random order."""
 
 
+UNREADABLE = (lambda random: (bytes(32), [0.0] * 32)), 32
+"""Blocks of a kind that gguf cannot turn into numbers."""
+
+
 def random_matrix(kind, rows, columns, random):
     """Return the rows' bytes, (N, bytes) uint8, and a function of their weights in float64."""
     make, size = BLOCKS[kind]

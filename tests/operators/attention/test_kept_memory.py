@@ -59,7 +59,7 @@ def rounds():
         in_threads(4, step, 1, 2, 200, 512)
     return resident()
 
-# What threads leave behind, each round would; what the C library keeps comes and goes.
+# Each round would leave behind what a thread does; memory that the C library keeps comes and goes.
 sizes = [rounds() for _ in range(4)]
 print(min(after - before for before, after in zip(sizes, sizes[1:])))
 """
