@@ -7,6 +7,7 @@ block of weights.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.ops.dequantize import decoded_fp8, groups_of, in_groups, numbers_of_fp8
 from foo_ops.ops.linear_quantized import (
     flops,
     grad_of_input,
     grad_of_weight,
-    groups_of,
-    in_groups,
     rows_of,
     setup_context,
 )
@@ -74,28 +74,9 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
 # --------------------------------------------------------------------------------------- autograd
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers, (N, K), in the dtype of scale."""
-    numbers = in_groups(numbers_of(weight).to(scale.dtype), groups_of(scale))
-    return (numbers * scale.unsqueeze(-1)).flatten(1)
-
-
-def numbers_of(codes: Tensor) -> Tensor:
-    """Return the numbers of codes in float32, by arithmetic, as for DTensors and graphs."""
-    magnitude = codes & 0x7F
-    # For a DTensor, torch 2.13 computes ``magnitude >> 3`` as magnitude.
-    exponent = torch.bitwise_right_shift(magnitude, 3).float()
-    fraction = (magnitude & 7).float()
-    subnormal = fraction * 2.0**-9
-    normal = (8 + fraction) * torch.exp2(exponent - 10)
-    number = torch.where(exponent == 0, subnormal, normal)
-    number = number.masked_fill(magnitude == 0x7F, torch.nan)
-    return torch.where(codes >= 0x80, -number, number)
-
-
 def composite(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
-    return F.linear(input, dequantize_fp8(weight, scale).to(input.dtype), bias)
+    return F.linear(input, numbers_of_fp8(weight, scale, input.dtype), bias)
 
 
 def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,13 +84,10 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, _, needs_scale, needs_bias = ctx.needs_input_grad
     grad_input = grad_scale = grad_bias = None
     if needs_input:
-
-        def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-            return dequantize_fp8(weight, scale).to(grad_output.dtype)
-
+        dequantize = partial(numbers_of_fp8, dtype=grad_output.dtype)
         grad_input = grad_of_input(grad_output, dequantize, weight, scale)
     if needs_scale:
-        terms = grad_of_weight(grad_output, input).to(scale.dtype) * numbers_of(weight)
+        terms = grad_of_weight(grad_output, input).to(scale.dtype) * decoded_fp8(weight)
         grad_scale = in_groups(terms, groups_of(scale)).sum(-1)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.operators import FLOATING, dtype_name, holds
 from foo_ops.ops.arguments import require_device
+from foo_ops.ops.dequantize import EXPONENT_BIAS, NAN_EXPONENT, numbers_of_mxfp4
 from foo_ops.ops.linear_quantized import flops, grad_of_input, rows_of
 
 # ------------------------------------------------------------------------------------- conversion
@@ -25,8 +26,8 @@ from foo_ops.ops.linear_quantized import flops, grad_of_input, rows_of
 GROUP_SIZE = 32
 # By code, of which the highest bit is the sign.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The exponent of the largest number, that of scale 1, and the code of a scale that is NaN.
-LARGEST_EXPONENT, EXPONENT_BIAS, NAN_EXPONENT = 2, 127, 255
+# The exponent of the largest number.
+LARGEST_EXPONENT = 2
 
 
 def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,22 +119,7 @@ def dequantize_mxfp4(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
             f"{name}: scale must have a column for each 32 of the numbers of weight, "
             f"got shapes {list(scale.shape)} and {list(weight.shape)}"
         )
-    pairs = weight.unflatten(-1, (-1, GROUP_SIZE // 2))
-    # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
-    codes = torch.stack((pairs & 15, torch.bitwise_right_shift(pairs, 4)), -1).flatten(-2)
-    wide = numbers_of(codes).double()
-    exponents = scale.int() - EXPONENT_BIAS
-    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
-    powers = powers.masked_fill(scale == NAN_EXPONENT, torch.nan)
-    return (wide * powers.unsqueeze(-1)).to(dtype).flatten(-2)
-
-
-def numbers_of(codes: Tensor) -> Tensor:
-    """Return the numbers of codes, by arithmetic, since DTensors have no tables."""
-    magnitude = (codes & 7).float()
-    # Twice the numbers are 0, 1, 2, 3, 4, 6, 8, 12: steps of 1, then 2, then 4.
-    doubled = magnitude + (magnitude - 4).clamp(min=0) + 2 * (magnitude - 6).clamp(min=0)
-    return torch.where(codes >= 8, -0.5, 0.5) * doubled
+    return numbers_of_mxfp4(weight, scale, dtype)
 
 
 # ------------------------------------------------------------------------------- foo::linear_mxfp4
@@ -186,7 +172,7 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
 
 def composite(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
-    return F.linear(input, dequantize_mxfp4(weight, scale, input.dtype), bias)
+    return F.linear(input, numbers_of_mxfp4(weight, scale, input.dtype), bias)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -199,7 +185,7 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, _, _, needs_bias = ctx.needs_input_grad
     grad_input = grad_bias = None
     if needs_input:
-        dequantize = partial(dequantize_mxfp4, dtype=grad_output.dtype)
+        dequantize = partial(numbers_of_mxfp4, dtype=grad_output.dtype)
         grad_input = grad_of_input(grad_output, dequantize, weight, scale)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)

@@ -16,6 +16,12 @@ from foo_ops import _C, library
 from foo_ops.compat import is_fake
 from foo_ops.library.operators import FLOATING, Condition, dtype_name, either, holds
 from foo_ops.ops.arguments import require_device, require_like
+from foo_ops.ops.dequantize import (
+    groups_of,
+    numbers_of_integers,
+    pack_integers,
+    unpack_integers,
+)
 from foo_ops.ops.linear import linear, product_flops
 
 # ---------------------------------------------------------------------------------- quantize_weight
@@ -151,38 +157,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
         tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
     """
     _check_quantized(weight, scale, zero)
-    integers = unpack_integers(weight, groups_of(scale))
-    wide = integers.to(torch.promote_types(scale.dtype, torch.float32))
-    if zero is not None:
-        wide = wide - zero.unsqueeze(-1)
-    return (wide * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
-
-
-def pack_integers(integers: Tensor) -> Tensor:
-    """Pack integers of 4 bits, (N, groups, group_size), into (N, K / 2) uint8."""
-    lower, upper = integers.chunk(2, -1)
-    return (lower | upper << 4).flatten(1)
-
-
-def groups_of(scale: Tensor) -> int | None:
-    """Return how many scales a row has, (N, groups), or None for one, (N,)."""
-    return scale.shape[1] if scale.dim() == 2 else None
-
-
-def in_groups(columns: Tensor, groups: int | None) -> Tensor:
-    """Return (N, K) as (N, groups, K / groups), or as it is without groups."""
-    if groups is None:
-        return columns
-    return columns.reshape(columns.shape[0], groups, columns.shape[1] // torch.sym_max(groups, 1))
-
-
-def unpack_integers(weight: Tensor, groups: int | None) -> Tensor:
-    """Return integers of 8 or 4 bits as (N, groups, group_size), or (N, K) without groups."""
-    pairs = in_groups(weight, groups)
-    if weight.dtype == torch.int8:
-        return pairs
-    # For a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
-    return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
+    return numbers_of_integers(weight, scale, zero)
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -756,7 +731,7 @@ def composite_int8(
     """Compute the same with torch's own operators, for forward mode."""
     if activations is not None:
         input = rounded_rows(input, groups_of(scale)).to(input.dtype)
-    return F.linear(input, dequantize_weight(weight, scale), bias)
+    return F.linear(input, numbers_of_integers(weight, scale), bias)
 
 
 def composite_int4(
@@ -772,7 +747,7 @@ def composite_int4(
     """Compute the same with torch's own operators, for forward mode."""
     if activations is not None:
         input = rounded_rows(input, groups_of(scale)).to(input.dtype)
-    return F.linear(input, dequantize_weight(weight, scale, zero), bias)
+    return F.linear(input, numbers_of_integers(weight, scale, zero), bias)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -794,7 +769,7 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grad_bias = None
     grad_scales: tuple[Tensor | None, ...] = (None,) * len(scales)
     if needs_input:
-        grad_input = grad_of_input(grad_output, dequantize_weight, weight, *scales)
+        grad_input = grad_of_input(grad_output, numbers_of_integers, weight, *scales)
     if any(need_scales):
         if ctx.activations is not None:
             input = rounded_rows(input, groups_of(scales[0]))

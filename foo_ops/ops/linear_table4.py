@@ -13,14 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.ops.linear_quantized import (
-    flops,
-    grad_of_input,
-    grad_of_weight,
-    groups_of,
-    in_groups,
-    rows_of,
-)
+from foo_ops.ops.dequantize import adjacent_codes, groups_of, in_groups, numbers_of_table4
+from foo_ops.ops.linear_quantized import flops, grad_of_input, grad_of_weight, rows_of
 
 library.define(
     "foo::linear_table4",
@@ -77,24 +71,11 @@ def fake(
 # --------------------------------------------------------------------------------------- autograd
 
 
-def codes_of(weight: Tensor) -> Tensor:
-    """Return the codes, (N, K) int32, of two in a byte."""
-    # For a DTensor, torch 2.13 computes ``weight >> 4`` as weight.
-    pair = weight & 15, torch.bitwise_right_shift(weight, 4)
-    return torch.stack(pair, -1).flatten(1).int()
-
-
-def dequantize_table4(weight: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """Return the numbers, (N, K), in the dtype of scale."""
-    numbers = in_groups(table[codes_of(weight)], groups_of(scale))
-    return (numbers * scale.unsqueeze(-1)).flatten(1)
-
-
 def composite(
     input: Tensor, weight: Tensor, scale: Tensor, table: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
-    return F.linear(input, dequantize_table4(weight, scale, table).to(input.dtype), bias)
+    return F.linear(input, numbers_of_table4(weight, scale, table, input.dtype), bias)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,11 +91,11 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if needs_input:
 
         def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-            return dequantize_table4(weight, scale, table).to(grad_output.dtype)
+            return numbers_of_table4(weight, scale, table, grad_output.dtype)
 
         grad_input = grad_of_input(grad_output, dequantize, weight, scale)
     if needs_scale or needs_table:
-        grad, codes = grad_of_weight(grad_output, input).to(scale.dtype), codes_of(weight)
+        grad, codes = grad_of_weight(grad_output, input).to(scale.dtype), adjacent_codes(weight)
         if needs_scale:
             grad_scale = in_groups(grad * table[codes], groups_of(scale)).sum(-1)
         if needs_table:

@@ -32,7 +32,7 @@ from foo_ops.integrations.transformers import (
 )
 from foo_ops.integrations.transformers.formats import UnreadableError
 from foo_ops.integrations.transformers.torchao import TorchAo
-from foo_ops.ops.linear_fp8 import dequantize_fp8
+from foo_ops.ops.dequantize import numbers_of_fp8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = {
@@ -63,7 +63,7 @@ def checkpoint(request, tmp_path_factory):
 def numbers_of(layer):
     parts = [None if it is None else it.cpu() for it in (layer.weight, layer.scale, layer.zero)]
     if layer.is_float:
-        return dequantize_fp8(parts[0], parts[1].double())
+        return numbers_of_fp8(parts[0], parts[1].double(), torch.float64)
     return foo_ops.dequantize_weight(
         parts[0], *(it if it is None else it.double() for it in parts[1:])
     )

@@ -9,7 +9,7 @@ from support.exact import assert_near
 from support.refusals import assert_refused
 
 import foo_ops
-from foo_ops.ops.linear_fp8 import numbers_of
+from foo_ops.ops.dequantize import decoded_fp8
 from foo_ops.testing import reference
 
 FLOAT8 = torch.float8_e4m3fn
@@ -18,7 +18,7 @@ CODES = torch.arange(256, dtype=torch.uint8)
 
 def test_numbers_are_those_of_pytorch():
     expected = CODES.view(FLOAT8).float()
-    torch.testing.assert_close(numbers_of(CODES), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(decoded_fp8(CODES), expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(
         reference.numbers_of_fp8(CODES).float(), expected, rtol=0, atol=0, equal_nan=True
     )

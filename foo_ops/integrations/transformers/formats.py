@@ -18,7 +18,8 @@ from foo_ops.integrations.transformers.packed import FooPackedLinear, Integers
 from foo_ops.integrations.transformers.repacking import pack_columns, pack_rows
 from foo_ops.library.operators import dtype_name
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.linear_quantized import GROUP_SIZES, unpack_integers
+from foo_ops.ops.dequantize import unpack_integers
+from foo_ops.ops.linear_quantized import GROUP_SIZES
 
 Stored = Mapping[str, Tensor]
 """A layer's tensors in a file, by the last part of their names."""

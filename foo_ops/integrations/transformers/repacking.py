@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import language, library
+from foo_ops.ops.dequantize import as_float32
 
 # --------------------------------------------------------------------------- words of eight nibbles
 
@@ -293,11 +294,6 @@ def limits_of(dtype: torch.dtype) -> tuple[float, float]:
 @library.register_fake("foo_files::pair_codes")
 def read_fake(*arguments: Any) -> None:
     """Return nothing."""
-
-
-def as_float32(integer: Any) -> Any:
-    """Convert a small integer: vectors have no fast conversion from 64 bits."""
-    return np.float32(np.int32(integer))
 
 
 def half_at(block: Any, place: Any) -> Any:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.ops.dequantize import numbers_of_fp8, numbers_of_integers, numbers_of_mxfp4
 from foo_ops.ops.experts.mixture import OPTIONS, flops_of
-from foo_ops.ops.linear_fp8 import codes_of, dequantize_fp8
-from foo_ops.ops.linear_mxfp4 import dequantize_mxfp4
-from foo_ops.ops.linear_quantized import dequantize_weight
+from foo_ops.ops.linear_fp8 import codes_of
 
 library.define(
     "foo::moe_experts_quantized",
@@ -119,12 +118,12 @@ def fake(
 def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the numbers of all experts' weights, in dtype."""
     if zero is None and scale.dtype == torch.uint8:
-        return dequantize_mxfp4(weight, scale, dtype)
+        return numbers_of_mxfp4(weight, scale, dtype)
     if are_fp8(weight, zero):
-        numbers = dequantize_fp8(weight.flatten(0, 1), scale.flatten(0, 1))
-        return numbers.to(dtype).unflatten(0, weight.shape[:2])
+        numbers = numbers_of_fp8(weight.flatten(0, 1), scale.flatten(0, 1), dtype)
+        return numbers.unflatten(0, weight.shape[:2])
     of_rows = [None if it is None else it.flatten(0, 1) for it in (weight, scale, zero)]
-    return dequantize_weight(*of_rows).unflatten(0, weight.shape[:2])  # type: ignore[arg-type]
+    return numbers_of_integers(*of_rows).unflatten(0, weight.shape[:2])  # type: ignore[arg-type]
 
 
 def composite(
