@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    adapters,
     attention,
     decode,
     device,
@@ -136,6 +137,7 @@ def cases(
         *flex.cases(sizes.flex, FEW_DTYPES),
         *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
         *(it for count in single for it in models.cases(sizes.model, count)),
+        *(it for count in single for it in adapters.cases(sizes.model, count)),
         *(it for count in single for it in encoders.cases(sizes.encoder, count)),
         *(it for count in single for it in decode.cases(sizes.decode, count)),
         *loading.cases(sizes.loading, threads[-1]),

@@ -29,7 +29,7 @@ def one_core(peaks: Sequence[Result], name: str) -> str:
         for it in peaks
         if it.name == name and name in it.seconds
     }
-    if 2 not in rates or rates[2] >= LEAST_SCALING * rates[1]:
+    if not {1, 2} <= rates.keys() or rates[2] >= LEAST_SCALING * rates[1]:
         return ""
     return (
         f"This machine gives two threads one core only ({reason()}): the {name} is "

@@ -74,6 +74,13 @@ SECTIONS = {
     "models": Section(
         "Models as they are and with foo_ops, tokens a second (more is better)", "tokens/s"
     ),
+    "adapters": Section(
+        "A step of training adapters (LoRA) on quantised weights, milliseconds (less is better)",
+        "ms",
+    ),
+    "memory of adapters": Section(
+        "The same: weights of the layers that have adapters, megabytes (less is better)", "MB"
+    ),
     "encoders": Section(
         "An embedding model on texts of different lengths, tokens a second (more is better)",
         "tokens/s",

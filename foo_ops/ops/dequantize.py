@@ -1,9 +1,8 @@
 """Operators that compute the numbers of quantised weights.
 
-Gradients of linear layers need them. Chains of torch's own operators take 5 to 60 times as long,
-since each reads and writes all numbers; here they are the composites, which differentiate. The
-operators have their own namespace, ``foo_weights``, and are no part of the package's interface:
-their callers have checked the tensors.
+Gradients of linear layers need them. Chains of torch's own operators take 2 to 60 times as long,
+since each reads and writes all numbers; here they are the composites, which differentiate. They
+are parts of other operators, whose callers have checked the tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foo_ops import language, library
+from foo_ops import _C, language, library
+from foo_ops.library.operators import FLOATING, Condition, dtype_name, either, holds
+from foo_ops.ops.arguments import require_device, require_like
 
 # ---------------------------------------------------------------------------------- groups of a row
+
+GROUP_SIZES = (32, 64, 128)
 
 
 def groups_of(scale: Tensor) -> int | None:
@@ -32,19 +35,80 @@ def in_groups(columns: Tensor, groups: int | None) -> Tensor:
     return columns.reshape(columns.shape[0], groups, columns.shape[1] // torch.sym_max(groups, 1))
 
 
-def by_groups(scale: Tensor) -> Tensor:
-    """Return one scale for each row, (N,), as that of one group, (N, 1)."""
-    return scale.unsqueeze(-1) if scale.dim() == 1 else scale
-
-
 def rule_of(scale: Any) -> str:
     """Return the sharding rule of weights of 8 bits."""
-    return f"n k, n {'k' if scale.shape[1] > 1 else '.'} -> n k"
+    return f"n k, {'n k' if len(scale.shape) == 2 else 'n'} -> n k"
 
 
 def as_float32(integer: Any) -> Any:
     """Convert a small integer: vectors have no fast conversion from 64 bits."""
     return np.float32(np.int32(integer))
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def check_quantized(name: str, weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+    """Refuse what linear_int8 and linear_int4 would refuse."""
+    expected = torch.int8 if zero is None else torch.uint8
+    if weight.dtype != expected:
+        raise TypeError(
+            f"{name}: weight must be {dtype_name(expected)} "
+            f"if zero is {'None' if zero is None else 'given'}, got {dtype_name(weight.dtype)}"
+        )
+    require_dimensions(name, "weight", weight, "N", "K" if zero is None else "K / 2")
+    if zero is None and scale.dim() not in (1, 2):
+        raise ValueError(
+            f"{name}: scale must have 1 dimension (N) or 2 (N, K / group_size), got {scale.dim()}"
+        )
+    if zero is not None:
+        require_dimensions(name, "scale", scale, "N", "K / group_size")
+    require_floating(name, "scale", scale)
+    require_device(name, weight=weight, scale=scale, zero=zero)
+    rows = weight.shape[0]
+    if not holds(scale.shape[0] == rows):
+        kind = "elements" if scale.dim() == 1 else "rows"
+        raise ValueError(
+            f"{name}: scale must have {rows} {kind}, one for each row of weight, got "
+            f"{scale.shape[0]}"
+        )
+    if scale.dim() == 2:
+        _check_groups(name, weight.shape[1] * (1 if zero is None else 2), scale.shape[1])
+    if zero is not None:
+        require_like(name, "zero", zero, "scale", scale)
+
+
+def _check_groups(function: str, elements: int, groups: int) -> None:
+    fits: Condition = False
+    for size in GROUP_SIZES:
+        fits = either(fits, elements == groups * size)
+    if not holds(fits):
+        raise ValueError(
+            f"{function}: scale must have a column for each 32, 64 or 128 of the {elements} "
+            f"elements of a row, got {groups}"
+        )
+
+
+def require_dimensions(function: str, name: str, tensor: Tensor, *layout: str) -> None:
+    if tensor.dim() != len(layout):
+        dimensions = "1 dimension" if len(layout) == 1 else f"{len(layout)} dimensions"
+        raise ValueError(
+            f"{function}: {name} must have {dimensions} ({', '.join(layout)}), got {tensor.dim()}"
+        )
+
+
+def require_floating(function: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATING:
+        raise TypeError(
+            f"{function}: {name} must be float16, bfloat16, float32 or float64, "
+            f"got {dtype_name(tensor.dtype)}"
+        )
+
+
+def input_for(weight: Tensor, dtype: torch.dtype, per_byte: int = 1) -> Tensor:
+    """Return an input of no rows for a linear layer, whose checks see it."""
+    depth = per_byte * weight.shape[-1] if weight.dim() else 0
+    return weight.new_empty((0, depth), dtype=dtype)
 
 
 # ----------------------------------------------------------------------- integers of 8 and 4 bits
@@ -60,31 +124,34 @@ def numbers_of_integers(weight: Tensor, scale: Tensor, zero: Tensor | None = Non
         zero: (N, groups).
     """
     if zero is not None:
-        return torch.ops.foo_weights.numbers_of_int4.default(weight, scale, zero)
-    return torch.ops.foo_weights.numbers_of_int8.default(weight, by_groups(scale))
+        return torch.ops.foo.dequantize_int4.default(weight, scale, zero)
+    return torch.ops.foo.dequantize_int8.default(weight, scale)
 
 
 library.define(
-    "foo_weights::numbers_of_int8",
+    "foo::dequantize_int8",
     "(Tensor weight, Tensor scale) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-@library.register_kernel("foo_weights::numbers_of_int8", ("cpu", "foo"))
+@library.register_kernel("foo::dequantize_int8", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
 def int8_kernel(weight: Any, scale: Any, numbers: Any, rows: Any) -> None:
-    size = weight.shape[1] // max(scale.shape[1], 1)
+    # A scale of one dimension has one group.
+    groups = scale.size // max(weight.shape[0], 1)
+    size = weight.shape[1] // max(groups, 1)
     for row in rows:
-        integers, scales, target = weight.row(row), scale.row(row), numbers.row(row)
-        for group in range(scale.shape[1]):
-            factor = scales[group]
+        integers, target = weight.row(row), numbers.row(row)
+        for group in range(groups):
+            factor = scale.flat[row * groups + group]
             for index in range(group * size, group * size + size):
                 target[index] = as_float32(integers[index]) * factor
 
 
-@library.register_fake("foo_weights::numbers_of_int8")
+@library.register_fake("foo::dequantize_int8")
 def int8_fake(weight: Tensor, scale: Tensor) -> Tensor:
+    check_quantized("dequantize_int8", weight, scale, None)
     return scale.new_empty(weight.shape)
 
 
@@ -93,22 +160,22 @@ def int8_composite(weight: Tensor, scale: Tensor) -> Tensor:
     return (wide * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
 
 
-library.register_autograd("foo_weights::numbers_of_int8", composite=int8_composite)
+library.register_autograd("foo::dequantize_int8", composite=int8_composite)
 
 
-@library.register_sharding("foo_weights::numbers_of_int8")
+@library.register_sharding("foo::dequantize_int8")
 def int8_sharding(weight: Any, scale: Any) -> str:
     return rule_of(scale)
 
 
 library.define(
-    "foo_weights::numbers_of_int4",
+    "foo::dequantize_int4",
     "(Tensor weight, Tensor scale, Tensor zero) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-@library.register_kernel("foo_weights::numbers_of_int4", ("cpu", "foo"))
+@library.register_kernel("foo::dequantize_int4", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
 def int4_kernel(weight: Any, scale: Any, zero: Any, numbers: Any, rows: Any) -> None:
     half = weight.shape[1] // max(scale.shape[1], 1)
@@ -123,8 +190,9 @@ def int4_kernel(weight: Any, scale: Any, zero: Any, numbers: Any, rows: Any) -> 
                 target[place + half] = (as_float32(pair >> 4) - offset) * factor
 
 
-@library.register_fake("foo_weights::numbers_of_int4")
+@library.register_fake("foo::dequantize_int4")
 def int4_fake(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    check_quantized("dequantize_int4", weight, scale, zero)
     return scale.new_empty(weight.shape[0], 2 * weight.shape[1])
 
 
@@ -135,10 +203,10 @@ def int4_composite(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return ((wide - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
 
 
-library.register_autograd("foo_weights::numbers_of_int4", composite=int4_composite)
+library.register_autograd("foo::dequantize_int4", composite=int4_composite)
 
 
-@library.register_sharding("foo_weights::numbers_of_int4")
+@library.register_sharding("foo::dequantize_int4")
 def int4_sharding(weight: Any, scale: Any, zero: Any) -> str:
     return "n k, n k, n k -> n k"
 
@@ -164,7 +232,7 @@ EXPONENT_BIAS, NAN_EXPONENT = 127, 255
 """The exponent of scale 1, and the code of a scale that is NaN."""
 
 library.define(
-    "foo_weights::numbers_of_mxfp4",
+    "foo::dequantize_mxfp4",
     "(Tensor weight, Tensor scale, *, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -178,7 +246,9 @@ def numbers_of_mxfp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
         scale: (..., K / 32) uint8, exponents.
         dtype: of the result.
     """
-    return torch.ops.foo_weights.numbers_of_mxfp4.default(weight, scale, dtype=dtype)
+    rows = (it.flatten(0, -2) if it.dim() > 1 else it.unsqueeze(0) for it in (weight, scale))
+    numbers = torch.ops.foo.dequantize_mxfp4.default(*rows, dtype=dtype)
+    return numbers.reshape(*weight.shape[:-1], numbers.shape[1])
 
 
 def float4_of(code: Any) -> Any:
@@ -189,7 +259,7 @@ def float4_of(code: Any) -> Any:
     return -number if code >= 8 else number
 
 
-@library.register_kernel("foo_weights::numbers_of_mxfp4", ("cpu", "foo"))
+@library.register_kernel("foo::dequantize_mxfp4", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
 def mxfp4_kernel(weight: Any, scale: Any, dtype: Any, numbers: Any, rows: Any) -> None:
     for row in rows:
@@ -205,21 +275,21 @@ def mxfp4_kernel(weight: Any, scale: Any, dtype: Any, numbers: Any, rows: Any) -
                 target[2 * index + 1] = float4_of(pair >> 4) * power
 
 
-@library.register_fake("foo_weights::numbers_of_mxfp4")
+@library.register_fake("foo::dequantize_mxfp4")
 def mxfp4_fake(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((*weight.shape[:-1], 2 * weight.shape[-1]), dtype=dtype)
+    _C.check_linear_mxfp4(input_for(weight, dtype, 2), weight, scale, None)
+    return weight.new_empty((weight.shape[0], 2 * weight.shape[1]), dtype=dtype)
 
 
-@library.register_sharding("foo_weights::numbers_of_mxfp4")
+@library.register_sharding("foo::dequantize_mxfp4")
 def mxfp4_sharding(weight: Any, scale: Any, *, dtype: torch.dtype) -> str:
-    rows = " ".join("abcdefgh"[: len(weight.shape) - 1])
-    return f"{rows} k, {rows} k -> {rows} k"
+    return "n k, n k -> n k"
 
 
 # --------------------------------------------------------------------------------- codes of a table
 
 library.define(
-    "foo_weights::numbers_of_table4",
+    "foo::dequantize_table4",
     "(Tensor weight, Tensor scale, Tensor table, *, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -234,10 +304,10 @@ def numbers_of_table4(weight: Tensor, scale: Tensor, table: Tensor, dtype: torch
         table: (16,), of scale's dtype.
         dtype: of the result.
     """
-    return torch.ops.foo_weights.numbers_of_table4.default(weight, scale, table, dtype=dtype)
+    return torch.ops.foo.dequantize_table4.default(weight, scale, table, dtype=dtype)
 
 
-@library.register_kernel("foo_weights::numbers_of_table4", ("cpu", "foo"))
+@library.register_kernel("foo::dequantize_table4", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
 def table4_kernel(weight: Any, scale: Any, table: Any, dtype: Any, numbers: Any, rows: Any) -> None:
     half = weight.shape[1] // max(scale.shape[1], 1)
@@ -251,8 +321,9 @@ def table4_kernel(weight: Any, scale: Any, table: Any, dtype: Any, numbers: Any,
                 target[2 * index + 1] = table[pair >> 4] * factor
 
 
-@library.register_fake("foo_weights::numbers_of_table4")
+@library.register_fake("foo::dequantize_table4")
 def table4_fake(weight: Tensor, scale: Tensor, table: Tensor, *, dtype: torch.dtype) -> Tensor:
+    _C.check_linear_table4(input_for(weight, dtype, 2), weight, scale, table, None)
     return scale.new_empty((weight.shape[0], 2 * weight.shape[1]), dtype=dtype)
 
 
@@ -268,10 +339,10 @@ def table4_composite(weight: Tensor, scale: Tensor, table: Tensor, *, dtype: tor
     return (numbers * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
-library.register_autograd("foo_weights::numbers_of_table4", composite=table4_composite)
+library.register_autograd("foo::dequantize_table4", composite=table4_composite)
 
 
-@library.register_sharding("foo_weights::numbers_of_table4")
+@library.register_sharding("foo::dequantize_table4")
 def table4_sharding(weight: Any, scale: Any, table: Any, *, dtype: torch.dtype) -> str:
     return "n k, n k, . -> n k"
 
@@ -279,7 +350,7 @@ def table4_sharding(weight: Any, scale: Any, table: Any, *, dtype: torch.dtype) 
 # ------------------------------------------------------------------------------------ float8_e4m3fn
 
 library.define(
-    "foo_weights::numbers_of_fp8",
+    "foo::dequantize_fp8",
     "(Tensor weight, Tensor scale, *, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -293,7 +364,7 @@ def numbers_of_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scale: (N, groups) or (N,), float32 or float64.
         dtype: of the result.
     """
-    return torch.ops.foo_weights.numbers_of_fp8.default(weight, by_groups(scale), dtype=dtype)
+    return torch.ops.foo.dequantize_fp8.default(weight, scale, dtype=dtype)
 
 
 def float8_of(code: Any) -> Any:
@@ -305,20 +376,23 @@ def float8_of(code: Any) -> Any:
     return -number if code >= 0x80 else number
 
 
-@library.register_kernel("foo_weights::numbers_of_fp8", ("cpu", "foo"))
+@library.register_kernel("foo::dequantize_fp8", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
 def fp8_kernel(weight: Any, scale: Any, dtype: Any, numbers: Any, rows: Any) -> None:
-    size = weight.shape[1] // max(scale.shape[1], 1)
+    # A scale of one dimension has one group.
+    groups = scale.size // max(weight.shape[0], 1)
+    size = weight.shape[1] // max(groups, 1)
     for row in rows:
-        codes, scales, target = weight.row(row), scale.row(row), numbers.row(row)
-        for group in range(scale.shape[1]):
-            factor = scales[group]
+        codes, target = weight.row(row), numbers.row(row)
+        for group in range(groups):
+            factor = scale.flat[row * groups + group]
             for index in range(group * size, group * size + size):
                 target[index] = float8_of(codes[index]) * factor
 
 
-@library.register_fake("foo_weights::numbers_of_fp8")
+@library.register_fake("foo::dequantize_fp8")
 def fp8_fake(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
+    _C.check_linear_fp8(input_for(weight, dtype), weight, scale, None)
     return scale.new_empty(weight.shape, dtype=dtype)
 
 
@@ -340,9 +414,9 @@ def fp8_composite(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tenso
     return (numbers * scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
-library.register_autograd("foo_weights::numbers_of_fp8", composite=fp8_composite)
+library.register_autograd("foo::dequantize_fp8", composite=fp8_composite)
 
 
-@library.register_sharding("foo_weights::numbers_of_fp8")
+@library.register_sharding("foo::dequantize_fp8")
 def fp8_sharding(weight: Any, scale: Any, *, dtype: torch.dtype) -> str:
     return rule_of(scale)

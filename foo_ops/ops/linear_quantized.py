@@ -14,12 +14,16 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.compat import is_fake
-from foo_ops.library.operators import FLOATING, Condition, dtype_name, either, holds
-from foo_ops.ops.arguments import require_device, require_like
+from foo_ops.library.operators import holds
+from foo_ops.ops.arguments import require_device
 from foo_ops.ops.dequantize import (
+    GROUP_SIZES,
+    check_quantized,
     groups_of,
     numbers_of_integers,
     pack_integers,
+    require_dimensions,
+    require_floating,
     unpack_integers,
 )
 from foo_ops.ops.linear import linear, product_flops
@@ -27,7 +31,6 @@ from foo_ops.ops.linear import linear, product_flops
 # ---------------------------------------------------------------------------------- quantize_weight
 
 
-GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
 # Rows whose largest magnitude is smaller are rounded to zeros: see
 # foo_ops/kernels/simd/fixed_point.py.
@@ -156,7 +159,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
         >>> foo_ops.dequantize_weight(*quantized)[0, ::8]
         tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
     """
-    _check_quantized(weight, scale, zero)
+    check_quantized("dequantize_weight", weight, scale, zero)
     return numbers_of_integers(weight, scale, zero)
 
 
@@ -165,8 +168,8 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
 
 def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
     name = "quantize_weight"
-    _require_floating(name, "weight", weight)
-    _require_dimensions(name, "weight", weight, "N", "K")
+    require_floating(name, "weight", weight)
+    require_dimensions(name, "weight", weight, "N", "K")
     for argument, number in (("bits", bits), ("group_size", group_size)):
         if number is not None and not isinstance(number, Integral):
             raise TypeError(f"{name}: {argument} must be an int, got {type(number).__name__}")
@@ -206,8 +209,8 @@ def _check_method(
 
 def _check_importance(weight: Tensor, importance: Tensor) -> None:
     name = "quantize_weight"
-    _require_floating(name, "importance", importance)
-    _require_dimensions(name, "importance", importance, "K")
+    require_floating(name, "importance", importance)
+    require_dimensions(name, "importance", importance, "K")
     require_device(name, weight=weight, importance=importance)
     if not holds(importance.shape[0] == weight.shape[1]):
         raise ValueError(
@@ -222,7 +225,7 @@ def _check_inputs(weight: Tensor, inputs: Tensor | None) -> None:
     name = "quantize_weight"
     if inputs is None:
         raise ValueError(f"{name}: inputs must be a tensor for method 'awq', got None")
-    _require_floating(name, "inputs", inputs)
+    require_floating(name, "inputs", inputs)
     require_device(name, weight=weight, inputs=inputs)
     if inputs.dim() == 0 or not holds(inputs.shape[-1] == weight.shape[1]):
         raise ValueError(
@@ -233,63 +236,6 @@ def _check_inputs(weight: Tensor, inputs: Tensor | None) -> None:
         raise ValueError(f"{name}: inputs must have a row or more, got {tuple(inputs.shape)}")
     if not (_has_no_numbers(inputs) or bool(inputs.isfinite().all())):
         raise ValueError(f"{name}: inputs must be finite, got infinities or NaN")
-
-
-def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
-    """Refuse what linear_int8 and linear_int4 would refuse."""
-    name, expected = "dequantize_weight", torch.int8 if zero is None else torch.uint8
-    if weight.dtype != expected:
-        raise TypeError(
-            f"{name}: weight must be {dtype_name(expected)} "
-            f"if zero is {'None' if zero is None else 'given'}, got {dtype_name(weight.dtype)}"
-        )
-    _require_dimensions(name, "weight", weight, "N", "K" if zero is None else "K / 2")
-    if zero is None and scale.dim() not in (1, 2):
-        raise ValueError(
-            f"{name}: scale must have 1 dimension (N) or 2 (N, K / group_size), got {scale.dim()}"
-        )
-    if zero is not None:
-        _require_dimensions(name, "scale", scale, "N", "K / group_size")
-    _require_floating(name, "scale", scale)
-    require_device(name, weight=weight, scale=scale, zero=zero)
-    rows = weight.shape[0]
-    if not holds(scale.shape[0] == rows):
-        kind = "elements" if scale.dim() == 1 else "rows"
-        raise ValueError(
-            f"{name}: scale must have {rows} {kind}, one for each row of weight, got "
-            f"{scale.shape[0]}"
-        )
-    if scale.dim() == 2:
-        _check_groups(name, weight.shape[1] * (1 if zero is None else 2), scale.shape[1])
-    if zero is not None:
-        require_like(name, "zero", zero, "scale", scale)
-
-
-def _check_groups(function: str, elements: int, groups: int) -> None:
-    fits: Condition = False
-    for size in GROUP_SIZES:
-        fits = either(fits, elements == groups * size)
-    if not holds(fits):
-        raise ValueError(
-            f"{function}: scale must have a column for each 32, 64 or 128 of the {elements} "
-            f"elements of a row, got {groups}"
-        )
-
-
-def _require_dimensions(function: str, name: str, tensor: Tensor, *layout: str) -> None:
-    if tensor.dim() != len(layout):
-        dimensions = "1 dimension" if len(layout) == 1 else f"{len(layout)} dimensions"
-        raise ValueError(
-            f"{function}: {name} must have {dimensions} ({', '.join(layout)}), got {tensor.dim()}"
-        )
-
-
-def _require_floating(function: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in FLOATING:
-        raise TypeError(
-            f"{function}: {name} must be float16, bfloat16, float32 or float64, "
-            f"got {dtype_name(tensor.dtype)}"
-        )
 
 
 def _has_no_numbers(weight: Tensor) -> bool:

@@ -49,6 +49,7 @@ def test_one_core_is_told_by_the_rates_of_two_threads(machine):
     assert cores.one_core([one, peak(2, 249, 249, 480)], peaks.FMA) == SENTENCE
     assert cores.one_core([one, peak(2, 480, 249, 490)], peaks.FMA) == ""
     assert cores.one_core([one], peaks.FMA) == ""
+    assert cores.one_core([peak(2, 249, 249, 480)], peaks.FMA) == ""
     reading = Result("bandwidth", peaks.READ, 2, 1.0, True, {peaks.READ: [1.0]})
     assert cores.one_core([one, reading], peaks.FMA) == ""
 

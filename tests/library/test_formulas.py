@@ -399,3 +399,30 @@ def test_what_is_no_formula_is_refused(lib):
     )
     with pytest.raises(TypeError, match=message):
         library.register_autograd("foo_formulas::same", 5, lib=lib)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_types_of_tensors_are_those_of_python(lib, device):
+    """They are integers in C++, where calls are recorded."""
+    seen = []
+
+    def setup_context(ctx, inputs, output):
+        seen.append(inputs[1:])
+
+    def backward(ctx, grad):
+        return grad, None, None, None
+
+    typed = define(
+        lib,
+        "typed(Tensor x, ScalarType dtype, Layout? layout=None, MemoryFormat? format=None) "
+        "-> Tensor",
+        lambda x, dtype, layout=None, format=None: x.clone(),
+        backward,
+        setup_context,
+    )
+    typed(leaf(2, device=device), torch.float16, torch.strided, torch.channels_last)
+    typed(leaf(2, device=device), torch.complex64)
+    assert seen == [
+        (torch.float16, torch.strided, torch.channels_last),
+        (torch.complex64, None, None),
+    ]

@@ -151,3 +151,32 @@ def test_nothing_that_cannot_be_taken_back(schema, function, what, lib):
     )
     with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
         library.register_kernel(f"foo_late::{name}", "cpu", kernel, lib=lib)
+
+
+def test_a_dtype_is_that_of_python(lib, device):
+    name = f"cast_on_{device}"
+    lib.define(f"{name}(Tensor input, ScalarType dtype) -> Tensor")
+
+    @library.register_fake(f"foo_late::{name}", lib=lib)
+    def fake(input, dtype):
+        return input.new_empty(input.shape, dtype=dtype)
+
+    def refuse(input, dtype):
+        raise ValueError(f"cast: input must be positive for {dtype}, got {input.min().item()}")
+
+    @library.tile_kernel(refuse=refuse)
+    def cast(input, dtype, output, rows):
+        for row in rows:
+            for column in range(input.shape[1]):
+                if input[row, column] <= 0:
+                    return False
+                output[row, column] = input[row, column]
+        return True
+
+    library.register_kernel(f"foo_late::{name}", DEVICES, cast, lib=lib)
+    operator = getattr(torch.ops.foo_late, name)
+    input = torch.ones(2, 3, device=device)
+    assert operator(input, torch.float64).dtype == torch.float64
+    message = r"\Acast: input must be positive for torch.float64, got -1.0\Z"
+    with pytest.raises(ValueError, match=message):
+        operator(-input, torch.float64)

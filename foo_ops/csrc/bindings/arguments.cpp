@@ -43,15 +43,31 @@ Parameter make_parameter(std::string name, const std::string& kind, bool is_opti
           std::move(choices),   length};
 }
 
-Refusal refusal(py::object function) {
+py::object to_python(const c10::IValue& value, c10::TypeKind kind) {
+  if (!value.isInt()) return torch::jit::toPyObject(value);
+  switch (kind) {
+    case c10::TypeKind::ScalarTypeType:
+      return py::cast(value.toScalarType());
+    case c10::TypeKind::LayoutType:
+      return py::cast(value.toLayout());
+    case c10::TypeKind::MemoryFormatType:
+      return py::cast(value.toMemoryFormat());
+    default:
+      return torch::jit::toPyObject(value);
+  }
+}
+
+Refusal refusal(py::object function, std::vector<Parameter> parameters) {
   // Leaked: registrations outlive the interpreter, and Python objects must not.
   const py::handle refuse = function.release();
-  return [refuse](c10::ArrayRef<c10::IValue> arguments) {
+  return [refuse, parameters = std::move(parameters)](c10::ArrayRef<c10::IValue> arguments) {
     const py::gil_scoped_acquire gil;
     try {
       py::tuple values(arguments.size());
       for (size_t i = 0; i < arguments.size(); ++i) {
-        values[i] = torch::jit::toPyObject(arguments[i]);
+        const bool is_dtype = parameters[i].kind == Parameter::Kind::kDtype;
+        values[i] = to_python(arguments[i],
+                              is_dtype ? c10::TypeKind::ScalarTypeType : c10::TypeKind::AnyType);
       }
       refuse(*values);
     } catch (py::error_already_set& error) {

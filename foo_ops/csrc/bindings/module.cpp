@@ -181,10 +181,11 @@ void bind_kernels(py::module_& module) {
                for (const auto& [like, dimensions, is_per_call] : scratch) {
                  options.push_back({like, dimensions, is_per_call});
                }
+               foo::Refusal refusal = foo::refusal(std::move(refuse), parameters);
                return Registration(foo::register_tile(
                    operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
                    {std::move(names), contiguous_rows, repeats_written, finishes, refuses_late,
-                    std::move(options), std::move(checks), foo::refusal(std::move(refuse))}));
+                    std::move(options), std::move(checks), std::move(refusal)}));
              });
   module.def("register_tensor_numbers", [](const std::string& name, const std::string& key,
                                            const std::string& of) {

@@ -26,8 +26,12 @@ Parameter make_parameter(std::string name, const std::string& kind, bool is_opti
                          const std::string& role, std::vector<std::string> choices, int64_t length,
                          std::vector<at::ScalarType> own_types, std::string own_types_in_words);
 
+// Converts a value to what Python calls an operator with: dtypes, layouts and memory formats are
+// integers in C++, and only the argument's type tells.
+pybind11::object to_python(const c10::IValue& value, c10::TypeKind kind);
+
 // Wraps a Python function that raises for an operator's invalid arguments.
-Refusal refusal(pybind11::object function);
+Refusal refusal(pybind11::object function, std::vector<Parameter> parameters);
 
 // Converts the arguments of a fake kernel. A symbolic number can be any number of its type.
 std::vector<c10::IValue> values_of(const pybind11::list& arguments);

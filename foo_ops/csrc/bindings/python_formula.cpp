@@ -3,7 +3,6 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -38,20 +37,21 @@ auto with_python(const Function& function) {
   }
 }
 
-template <class Values, class Convert>
-py::tuple to_tuple(const Values& values, const Convert& convert) {
+py::tuple to_tuple(c10::ArrayRef<c10::IValue> values, const std::vector<c10::Argument>& declared) {
   py::tuple tuple(values.size());
-  for (const auto i : c10::irange(values.size())) tuple[i] = convert(values[i]);
+  for (const auto i : c10::irange(values.size())) {
+    const c10::Type& type = *declared[i].real_type();
+    const auto* const optional = type.castRaw<c10::OptionalType>();
+    tuple[i] = to_python(values[i], optional ? optional->getElementType()->kind() : type.kind());
+  }
   return tuple;
-}
-
-py::tuple to_tuple(c10::ArrayRef<c10::IValue> values) {
-  return to_tuple(values, [](const c10::IValue& value) { return torch::jit::toPyObject(value); });
 }
 
 // Converts missing tensors to None.
 py::tuple to_tuple(const variable_list& tensors) {
-  return to_tuple(tensors, [](const at::Tensor& tensor) { return py::cast(tensor); });
+  py::tuple tuple(tensors.size());
+  for (const auto i : c10::irange(tensors.size())) tuple[i] = py::cast(tensors[i]);
+  return tuple;
 }
 
 variable_list to_tensors(const py::handle& objects, const std::string& name, const char* what) {
@@ -113,10 +113,11 @@ class PythonFormula final : public Formula {
   PythonFormula(std::string name, const py::object& formula)
       : name_(std::move(name)), formula_(std::make_shared<const Methods>(formula)) {}
 
-  KeptByFormula keep(c10::ArrayRef<c10::IValue> arguments,
+  KeptByFormula keep(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments,
                      c10::ArrayRef<c10::IValue> results) const override {
     return with_python([&] {
-      const py::tuple kept = get(formula_->keep)(to_tuple(arguments), to_tuple(results));
+      const py::tuple kept = get(formula_->keep)(to_tuple(arguments, schema.arguments()),
+                                                 to_tuple(results, schema.returns()));
       return KeptByFormula{
           std::make_shared<const PythonGradients>(name_ + "_backward", formula_, kept[0]),
           to_tensors(kept[1], name_, "save_for_backward must be given"),

@@ -533,11 +533,12 @@ auto results_of(const OperatorHandle& op, const Stack& stack) {
   return torch::jit::last(stack, op.schema().returns().size());
 }
 
-KeptByFormula keep_without_recording(const Formula& formula, c10::ArrayRef<IValue> arguments,
+KeptByFormula keep_without_recording(const Formula& formula, const OperatorHandle& op,
+                                     c10::ArrayRef<IValue> arguments,
                                      c10::ArrayRef<IValue> results) {
   const at::AutoGradMode no_gradients(false);
   const c10::AutoFwGradMode no_tangents(false);
-  return formula.keep(arguments, results);
+  return formula.keep(op.schema(), arguments, results);
 }
 
 // Calls an operator below autograd and records the call in autograd's graph, like the code that
@@ -561,7 +562,7 @@ void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
   auto edges = edges_to(tensors_in(arguments));
   redispatch_below_autograd(op, keys, stack);
   const auto results = results_of(op, *stack);
-  KeptByFormula kept = keep_without_recording(*formula, arguments, results);
+  KeptByFormula kept = keep_without_recording(*formula, op, arguments, results);
   auto node = c10::make_intrusive<BackwardNode>(std::move(kept.gradients));
   node->set_next_edges(std::move(edges));
   auto tensors = tensors_in(results);

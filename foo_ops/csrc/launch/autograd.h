@@ -98,7 +98,8 @@ class Formula {
   virtual ~Formula() = default;
 
   // Called while no gradients are recorded. `gradients` counts the tensors of lists one by one.
-  virtual KeptByFormula keep(c10::ArrayRef<c10::IValue> arguments,
+  virtual KeptByFormula keep(const c10::FunctionSchema& schema,
+                             c10::ArrayRef<c10::IValue> arguments,
                              c10::ArrayRef<c10::IValue> results) const = 0;
 };
 
