@@ -31,7 +31,7 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
             (MEMORY, memory_contenders, LEAST_OF_MEMORY if bits == 4 else None),
         ):
             prepare = partial(make, size, bits, tokens)
-            yield Case(section, name, prepare, (threads,), least=least, repeat=2)
+            yield Case(section, name, prepare, (threads,), least=least, repeat=2, headline=True)
 
 
 def contenders(size: Size, bits: int, tokens: int) -> Contenders:
