@@ -116,15 +116,15 @@ def graph_count(model):
 @pytest.fixture
 def runs(monkeypatch):
     """Record the positions of the tokens that were computed by a graph."""
-    positions, own = [], decode_graph.run_bound
+    positions, own = [], decode_graph.Binding.run
 
-    def run_bound(binding, given, cache, position):
+    def run(binding, given, cache, position):
         output = own(binding, given, cache, position)
         if output is not None:
             positions.append(position)
         return output
 
-    monkeypatch.setattr(decode_graph, "run_bound", run_bound)
+    monkeypatch.setattr(decode_graph.Binding, "run", run)
     return positions
 
 

@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from foo_ops._C import Number, Program, Register, Snapshot
+from foo_ops._C import Changes, Number, Program, Register, Snapshot, are_calls_seen
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foo_ops
 from foo_ops.integrations.transformers.recording import (
@@ -348,15 +350,12 @@ def test_random_numbers():
 def test_constants():
     weight, scale = numbers(4, 4), torch.nn.Parameter(numbers(4))
     made = recorded(lambda position, a: [a @ weight * scale + torch.tensor(2.5)], numbers(4))
-    program = made[0]
-    assert program.is_valid()
     with torch.no_grad():
         weight.mul_(2)  # read as they are
         (ours,) = run(made, 0, numbers(4))
         assert torch.equal(ours, numbers(4) @ weight * scale + 2.5)
-        assert program.is_valid()
         scale.data = scale.data.double()
-    assert not program.is_valid()
+    assert run(made, 0, numbers(4)) is None
 
 
 def test_guards():
@@ -502,3 +501,65 @@ def test_snapshots_of_classes():
     assert str(refusal.value) == (
         "Snapshot: containers must be dicts, lists and classes, got tuple"
     )
+
+
+def test_changes_of_a_call():
+    content, values = {"keys": None, "length": 7}, [None, 3]
+    changes = Changes(
+        [(content, "keys", 1), (values, 0, 0)],
+        [(content, "length", Number(2, 1)), (values, 1, Number(5, 0))],
+    )
+    outputs = [torch.ones(2), torch.zeros(3)]
+    changes.write(outputs, 2**40)
+    assert content["keys"] is outputs[1]
+    assert content["length"] == 2**40 + 2
+    assert values[0] is outputs[0]
+    assert values[1] == 5
+    changes.write(outputs[::-1], 0)
+    assert content["keys"] is outputs[0]
+    assert content["length"] == 2
+    with pytest.raises(IndexError):
+        changes.write(outputs[:1], 0)
+
+
+class DispatchMode(TorchDispatchMode):
+    pass
+
+
+class FunctionMode(TorchFunctionMode):
+    pass
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.enable_grad,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autocast("foo"),
+        DispatchMode,
+        FunctionMode,
+    ],
+    ids=["gradients", "autocast", "autocast of foo", "dispatch mode", "function mode"],
+)
+def test_what_sees_calls(context):
+    with torch.no_grad():
+        assert not are_calls_seen()
+        with context():
+            assert are_calls_seen()
+        assert not are_calls_seen()
+
+
+def test_transforms_and_tracing_see_calls():
+    seen = []
+
+    def function(x):
+        seen.append(are_calls_seen())
+        return x + 1
+
+    with torch.no_grad():
+        torch.vmap(function)(torch.ones(2))
+        torch.func.functionalize(function)(torch.ones(2))
+        torch.jit.trace(function, torch.ones(2), check_trace=False)
+        assert seen == [True] * 3
+        function(torch.ones(2))
+    assert seen[3:] == [False]

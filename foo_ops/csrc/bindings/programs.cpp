@@ -1,5 +1,10 @@
 // Binds programs of recorded calls, and snapshots of the Python objects that these depend on.
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -256,9 +261,40 @@ void take_part_in_collection(PyHeapTypeObject* heap_type) {
   };
 }
 
+// Values of dicts and lists that a recorded call changes: outputs of its program, and integers.
+class Changes {
+ public:
+  // The place of a value, and the number of an output or the integer at each position.
+  template <class Value>
+  using Change = std::tuple<py::object, py::object, Value>;
+
+  Changes(std::vector<Change<size_t>> outputs, std::vector<Change<Number>> integers)
+      : outputs_(std::move(outputs)), integers_(std::move(integers)) {}
+
+  void write(const py::list& outputs, int64_t position) const {
+    for (const auto& [owner, key, number] : outputs_) owner[key] = outputs[number];
+    for (const auto& [owner, key, number] : integers_) owner[key] = py::int_(number.at(position));
+  }
+
+ private:
+  std::vector<Change<size_t>> outputs_;
+  std::vector<Change<Number>> integers_;
+};
+
+// Whether anything beside results may depend on calls of operators, or be told of them.
+bool are_calls_seen() {
+  return at::GradMode::is_enabled() || torch::jit::tracer::isTracing() ||
+         c10::impl::TorchDispatchModeTLS::stack_len() != 0 ||
+         at::impl::PythonTorchFunctionTLS::stack_len() != 0 ||
+         at::autocast::is_autocast_enabled(at::kCPU) ||
+         at::autocast::is_autocast_enabled(at::kPrivateUse1) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 }  // namespace
 
 void bind_programs(py::module_& module) {
+  module.def("are_calls_seen", &are_calls_seen);
   py::class_<Register>(module, "Register")
       .def(py::init([](int64_t index) { return Register{index}; }), py::arg("index"))
       .def_readonly("index", &Register::index);
@@ -269,7 +305,6 @@ void bind_programs(py::module_& module) {
   py::class_<Program>(module, "Program")
       .def(py::init(torch::wrap_pybind_function(&make_program)), py::arg("register_count"),
            py::arg("inputs"), py::arg("outputs"), py::arg("constants"), py::arg("instructions"))
-      .def("is_valid", &Program::is_valid)
       .def("run", torch::wrap_pybind_function_no_gil(&Program::run), py::arg("position"),
            py::arg("inputs"))
       .def("__len__", &Program::size);
@@ -281,6 +316,10 @@ void bind_programs(py::module_& module) {
            py::arg("containers"), py::arg("tensors"))
       .def("take", &Snapshot::take)
       .def("holds", &Snapshot::holds);
+  py::class_<Changes>(module, "Changes")
+      .def(py::init<std::vector<Changes::Change<size_t>>, std::vector<Changes::Change<Number>>>(),
+           py::arg("outputs"), py::arg("integers"))
+      .def("write", &Changes::write, py::arg("outputs"), py::arg("position"));
 }
 
 }  // namespace foo::graphs

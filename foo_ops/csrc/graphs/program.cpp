@@ -246,13 +246,6 @@ Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vecto
   }
 }
 
-bool Program::is_valid() const {
-  for (const auto& [index, constant] : constants_) {
-    if (!constant.is_in_place()) return false;
-  }
-  return true;
-}
-
 std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
                                                     const std::vector<at::Tensor>& inputs) const {
   TORCH_CHECK_VALUE(inputs.size() == inputs_.size(), "program: inputs must be ", inputs_.size(),
@@ -262,7 +255,10 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
   const NewResults results;
   std::vector<at::Tensor> registers(register_count_);
-  for (const auto& [index, constant] : constants_) registers[index] = constant.tensor();
+  for (const auto& [index, constant] : constants_) {
+    if (!constant.is_in_place()) return std::nullopt;
+    registers[index] = constant.tensor();
+  }
   for (size_t i = 0; i < inputs.size(); ++i) registers[inputs_[i]] = inputs[i];
   torch::jit::Stack stack;
   const bool is_parallel = at::get_num_threads() > 1;

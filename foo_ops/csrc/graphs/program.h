@@ -101,9 +101,8 @@ class Program {
           std::vector<std::pair<int64_t, at::Tensor>> constants,
           std::vector<Instruction> instructions);
 
-  // Whether all constants are where they were. A moved or converted model makes this false.
-  bool is_valid() const;
-  // Returns the outputs, or nothing if a guard has found another value.
+  // Returns the outputs, or nothing if a guard has found another value, or a constant is no longer
+  // where it was, as in a model that was moved or converted.
   std::optional<std::vector<at::Tensor>> run(int64_t position,
                                              const std::vector<at::Tensor>& inputs) const;
   size_t size() const { return instructions_.size(); }

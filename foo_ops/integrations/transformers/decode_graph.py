@@ -27,13 +27,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import GeneralInterface
 
-from foo_ops._C import Program, Snapshot
-from foo_ops.compat import (
-    has_any_global_hook,
-    len_dispatch_stack,
-    len_function_stack,
-    peek_interpreter_stack,
-)
+from foo_ops._C import Changes, Number, Program, Snapshot, are_calls_seen
+from foo_ops.compat import has_any_global_hook
 from foo_ops.integrations.transformers import cache as foo_cache
 from foo_ops.integrations.transformers.loss import FooLanguageModel
 from foo_ops.integrations.transformers.recording import (
@@ -296,6 +291,7 @@ class Binding:
         positions: the lengths of the cache at which the graph serves it.
         snapshot: the values of the cache's objects after the last call.
         inputs: the cache's tensors that the program reads.
+        length: the cache's length while the snapshot holds; None if it may be in a tensor.
     """
 
     def __init__(self, graph: Graph, state: State) -> None:
@@ -304,25 +300,52 @@ class Binding:
         self.positions = range(first, min(state.limit - graph.count + 1, end))
         self.snapshot = Snapshot(state.owners, [])
         self.inputs = [state.tensors[it] for it in graph.inputs]
-        self.tensors = []
-        self.integers = []
+        self.is_inference = torch.is_inference_mode_enabled()
+        self.has_length = all(it.is_floating_point() for it in state.tensors)
+        self.length: int | None = None
+        outputs, integers = [], []
         for (owner, key), change in graph.changes.items():
-            content = state.owners[owner]
+            place = state.owners[owner], key
             if isinstance(change, Output):
-                self.tensors.append((content, key, change.number))
+                outputs.append((*place, change.number))
             else:
-                self.integers.append((content, key, change))
+                integers.append((*place, Number(*change)))
+        # 24 layers have 100 changes for each token.
+        self.changes = Changes(outputs, integers)
+
+    def fits(self, given: Description, position: int) -> bool:
+        return (
+            self.is_inference is torch.is_inference_mode_enabled()
+            and self.graph.arguments.holds(given.atoms, position)
+        )
+
+    def run(self, tensors: list[Tensor], cache: Any, position: int) -> ModelOutput | None:
+        """Return the output of a call; None if memory is full, or a guard has another value."""
+        if position not in self.positions:
+            return None
+        graph = self.graph
+        given = [tensors[it] for it in graph.tensors]
+        outputs = graph.program.run(position, [*given, *self.inputs])
+        if outputs is None:
+            return None
+        self.write(outputs, position)
+        output: ModelOutput = graph.output_class.__new__(graph.output_class)
+        for name, value in graph.fields.items():
+            if value is not None:
+                value = cache if value is CACHE else outputs[value.number]
+            vars(output)[name] = value
+            if value is not None:
+                OrderedDict.__setitem__(output, name, value)
+        return output
 
     def write(self, outputs: list[Tensor], position: int) -> None:
         """Change the cache's objects as the recorded call has."""
-        # Runs for each token: 24 layers have 100 changes.
-        for content, key, number in self.tensors:
-            content[key] = outputs[number]
-        for content, key, line in self.integers:
-            content[key] = line.start + line.step * position
+        self.changes.write(outputs, position)
         for place, number in self.graph.next_inputs:
             self.inputs[place] = outputs[number]
         self.snapshot.take()
+        if self.has_length:
+            self.length = position + self.graph.count
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -419,6 +442,11 @@ class Graphs:
     def is_of(self, model: Any) -> bool:
         return self.model() is model and (self.idle >= MOST_FAILURES or self.snapshot.holds())
 
+    def binding_of(self, cache: Any) -> Binding | None:
+        """Return the graph that has run this cache's last call, if nothing has changed it since."""
+        binding = self.bindings.get(cache) if isinstance(cache, Cache) else None
+        return binding if binding is not None and binding.snapshot.holds() else None
+
     def position_of(self, cache: Any) -> int:
         """Return the length of a cache; for one without a length, the number of the call."""
         try:
@@ -473,16 +501,7 @@ def is_cache(value: Any) -> bool:
 
 def is_unusual() -> bool:
     """Whether anything beside the operators' results may depend on the call."""
-    return bool(
-        torch.is_grad_enabled()
-        or torch.jit.is_tracing()
-        or len_dispatch_stack()
-        or len_function_stack()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("foo")
-        or peek_interpreter_stack() is not None
-        or has_any_global_hook()
-    )
+    return are_calls_seen() or has_any_global_hook()
 
 
 def described(arguments: dict[str, Any], cache: Any) -> Description:
@@ -544,14 +563,18 @@ def decode(
     model: Any, own: Callable[..., Any], arguments: dict[str, Any], tokens: Tensor, cache: Any
 ) -> Any:
     """Call a model for a few tokens: by a graph if there is one, and else by its own forward."""
-    known = graphs_of(model)
-    position = known.position_of(cache)
+    known, given = graphs_of(model), described(arguments, cache)
+    binding = known.binding_of(cache)
+    length = None if binding is None else binding.length
+    position = known.position_of(cache) if length is None else length
+    if binding is not None and binding.fits(given, position):
+        output = binding.run(given.tensors, cache, position)
+        if output is not None:
+            return output
     count = tokens.shape[-1]
     region = bisect_right(known.limits, position)
-    if known.reason or not position or region < bisect_right(known.limits, position + count - 1):
-        return own(**arguments)
-    given = described(arguments, cache)
-    if not given.is_known:
+    is_cut = region < bisect_right(known.limits, position + count - 1)
+    if known.reason or not position or is_cut or not given.is_known:
         return own(**arguments)
     key = Key(
         torch.is_inference_mode_enabled(),
@@ -561,9 +584,6 @@ def decode(
         tuple(arguments),
         region,
     )
-    output = run_again(known, key, given, cache, position)
-    if output is not None:
-        return output
     has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
     if has_failed and key not in known.graphs:
         return own(**arguments)
@@ -591,21 +611,6 @@ def graphs_of(model: Any) -> Graphs:
 # ------------------------------------------------------------------------------------------- run
 
 
-def run_again(
-    known: Graphs, key: Key, given: Description, cache: Any, position: int
-) -> ModelOutput | None:
-    """Return the output of the graph that has run this cache's last call, if it fits still."""
-    binding = known.bindings.get(cache) if isinstance(cache, Cache) else None
-    if (
-        binding is None
-        or binding.graph not in known.graphs.get(key, ())
-        or not binding.snapshot.holds()
-        or not binding.graph.arguments.holds(given.atoms, position)
-    ):
-        return None
-    return run_bound(binding, given.tensors, cache, position)
-
-
 def run(
     known: Graphs, key: Key, given: Description, cache: Any, state: State, position: int
 ) -> tuple[ModelOutput | None, int]:
@@ -619,7 +624,7 @@ def run(
         if not fits(graph, given, state, position):
             continue
         binding = Binding(graph, state)
-        output = run_bound(binding, given.tensors, cache, position)
+        output = binding.run(given.tensors, cache, position)
         if output is not None:
             if isinstance(cache, Cache):
                 known.bindings[cache] = binding
@@ -636,25 +641,6 @@ def fits(graph: Graph, given: Description, state: State, position: int) -> bool:
         and graph.arguments.holds(given.atoms, position)
         and graph.before.holds(state.atoms, position)
     )
-
-
-def run_bound(binding: Binding, tensors: list[Tensor], cache: Any, position: int) -> Any:
-    graph = binding.graph
-    if position not in binding.positions or not graph.program.is_valid():
-        return None
-    given = [tensors[it] for it in graph.tensors]
-    outputs = graph.program.run(position, [*given, *binding.inputs])
-    if outputs is None:
-        return None
-    binding.write(outputs, position)
-    output = graph.output_class.__new__(graph.output_class)
-    for name, value in graph.fields.items():
-        if value is not None:
-            value = cache if value is CACHE else outputs[value.number]
-        vars(output)[name] = value
-        if value is not None:
-            OrderedDict.__setitem__(output, name, value)
-    return output
 
 
 # ---------------------------------------------------------------------------------------- record
