@@ -48,6 +48,7 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
+from foo_ops.integrations.transformers.sampling import FooSampler
 
 MOST_TOKENS = 16
 """Tokens of a call that may run as a graph, such as drafts that are checked at once."""
@@ -511,7 +512,7 @@ def described(arguments: dict[str, Any], cache: Any) -> Description:
     return description
 
 
-class FooDecoder(Replacement):
+class FooDecoder(FooSampler):
     """Replaces models that generate: calls for up to 16 further tokens run as a program."""
 
     training: bool
