@@ -56,7 +56,7 @@ def adapted(size: Size, bits: int | None = None) -> Any:
     from foo_ops.integrations.transformers import apply
 
     model = copy.deepcopy(size.model("bfloat16"))
-    options = {} if bits is None else {"quantize": bits, "keep_weights": False}
+    options: dict[str, Any] = {} if bits is None else {"quantize": bits, "keep_weights": False}
     config = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(apply(model, **options), config).train()
 

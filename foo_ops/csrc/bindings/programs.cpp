@@ -296,15 +296,16 @@ bool are_calls_seen() {
 
 void bind_programs(py::module_& module) {
   module.def("are_calls_seen", &are_calls_seen);
-  module.def("sample_tokens",
-             torch::wrap_pybind_function_no_gil(
-                 [](const at::Tensor& scores, const at::Tensor& tokens, double repetition_penalty,
-                    double temperature, int64_t top_k, double top_p, int64_t least) {
-                   return sample_tokens(scores, tokens,
-                                        {repetition_penalty, temperature, top_k, top_p, least});
-                 }),
-             py::arg("scores"), py::arg("tokens"), py::arg("repetition_penalty"),
-             py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"));
+  py::class_<Sampling>(module, "Sampling")
+      .def(py::init<>())
+      .def_readwrite("repetition_penalty", &Sampling::repetition_penalty)
+      .def_readwrite("temperature", &Sampling::temperature)
+      .def_readwrite("top_k", &Sampling::top_k)
+      .def_readwrite("top_p", &Sampling::top_p)
+      .def_readwrite("least", &Sampling::least);
+  module.def("append_tokens", torch::wrap_pybind_function_no_gil(&append_tokens), py::arg("logits"),
+             py::arg("tokens"), py::arg("length"), py::arg("is_unfinished"), py::arg("ends"),
+             py::arg("padding"), py::arg("sampling"));
   py::class_<Register>(module, "Register")
       .def(py::init([](int64_t index) { return Register{index}; }), py::arg("index"))
       .def_readonly("index", &Register::index);

@@ -1,6 +1,7 @@
 #include "graphs/sampling.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/irange.h>
@@ -28,7 +29,7 @@ void penalize(float* scores, int64_t count, const at::Tensor& tokens, double pen
   const auto of_row = tokens.accessor<int64_t, 1>();
   for (const auto i : c10::irange(of_row.size(0))) {
     const int64_t token = of_row[i];
-    TORCH_CHECK_INDEX(token >= 0 && token < count, "sample_tokens: tokens must be in [0, ", count,
+    TORCH_CHECK_INDEX(token >= 0 && token < count, "append_tokens: tokens must be in [0, ", count,
                       "), got ", token);
     if (is_penalized[token]) continue;
     is_penalized[token] = true;
@@ -120,18 +121,9 @@ int64_t draw(const Candidates& candidates, float largest, const std::vector<uint
   return drawn;
 }
 
-}  // namespace
-
-at::Tensor sample_tokens(const at::Tensor& scores, const at::Tensor& tokens,
-                         const Sampling& sampling) {
-  TORCH_CHECK_TYPE(scores.is_cpu() && scores.scalar_type() == at::kFloat && scores.dim() == 2 &&
-                       scores.is_contiguous(),
-                   "sample_tokens: scores must be a contiguous (B, V) float32 tensor on the CPU");
-  TORCH_CHECK_TYPE(tokens.is_cpu() && tokens.scalar_type() == at::kLong && tokens.dim() == 2 &&
-                       tokens.size(0) == scores.size(0),
-                   "sample_tokens: tokens must be a (B, S) int64 tensor on the CPU");
+// Overwrites the scores, (B, V) contiguous float32.
+at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Sampling& sampling) {
   const int64_t rows = scores.size(0), count = scores.size(1);
-  TORCH_CHECK_VALUE(count > 0, "sample_tokens: scores must have a token or more, got none");
   at::Tensor drawn = at::empty({rows}, tokens.options());
   // All scores are checked before a number is drawn.
   std::vector<Candidates> kept;
@@ -162,6 +154,46 @@ at::Tensor sample_tokens(const at::Tensor& scores, const at::Tensor& tokens,
     drawn.mutable_data_ptr<int64_t>()[row] = draw(kept[row], largest[row], random);
   }
   return drawn;
+}
+
+}  // namespace
+
+bool append_tokens(const at::Tensor& logits, const at::Tensor& tokens, int64_t length,
+                   const at::Tensor& is_unfinished, const std::vector<int64_t>& ends,
+                   int64_t padding, const std::optional<Sampling>& sampling) {
+  TORCH_CHECK_VALUE(
+      (logits.dim() == 2 || (logits.dim() == 3 && logits.size(1) > 0)) && logits.size(-1) > 0,
+      "append_tokens: logits must have shape (B, T, V) or (B, V), got ", logits.sizes());
+  TORCH_CHECK_VALUE(tokens.dim() == 2 && tokens.size(0) == logits.size(0) &&
+                        tokens.scalar_type() == at::kLong && length >= 0 && length < tokens.size(1),
+                    "append_tokens: tokens must be int64 (B, S) with S above length, got ",
+                    tokens.scalar_type(), " ", tokens.sizes());
+  TORCH_CHECK_VALUE(is_unfinished.dim() == 1 && is_unfinished.size(0) == logits.size(0) &&
+                        is_unfinished.scalar_type() == at::kBool,
+                    "append_tokens: is_unfinished must be bool (B,), got ",
+                    is_unfinished.scalar_type(), " ", is_unfinished.sizes());
+  TORCH_CHECK_VALUE(logits.is_cpu() && tokens.is_cpu() && is_unfinished.is_cpu(),
+                    "append_tokens: all tensors must be on the CPU");
+  const at::Tensor last = logits.dim() == 3 ? logits.select(1, -1) : logits;
+  at::Tensor chosen;
+  if (sampling.has_value()) {
+    const auto scores = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+    chosen = sample(scores, tokens.narrow(1, 0, length), *sampling);
+  } else {
+    // Scores are compared in float32.
+    chosen = at::argmax(last.scalar_type() == at::kDouble ? last.to(at::kFloat) : last, -1);
+  }
+  const auto from = chosen.accessor<int64_t, 1>();
+  auto to = tokens.accessor<int64_t, 2>();
+  auto goes_on = is_unfinished.accessor<bool, 1>();
+  bool is_any_unfinished = false;
+  for (const auto row : c10::irange(from.size(0))) {
+    const int64_t token = goes_on[row] ? from[row] : padding;
+    to[row][length] = token;
+    if (std::find(ends.begin(), ends.end(), token) != ends.end()) goes_on[row] = false;
+    is_any_unfinished |= goes_on[row];
+  }
+  return is_any_unfinished;
 }
 
 }  // namespace foo::graphs

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 namespace foo::graphs {
 
@@ -22,13 +24,20 @@ struct Sampling {
   int64_t least = 1;
 };
 
-// Draws as torch.multinomial does from the softmax, with the same numbers of the CPU's generator:
-// for each token an exponential random number, of which the token needs the least for its
-// probability. Most of these are drawn, but not computed, since few tokens are left.
-//   scores  (B, V) float32, contiguous, on the CPU; overwritten
-//   tokens  (B, S) int64: the sequences so far
-// Returns (B,) int64. Throws a RuntimeError as torch.multinomial does if probabilities are NaN.
-at::Tensor sample_tokens(const at::Tensor& scores, const at::Tensor& tokens,
-                         const Sampling& sampling);
+// Appends a token to each sequence: the likeliest one, or a sample. A sequence that has ended gets
+// padding.
+//   logits         (B, T, V) or (B, V), of which the last are read
+//   tokens         (B, S) int64: the sequences, with `length` tokens so far
+//   is_unfinished  (B,) bool: whether a sequence has not ended; changed
+//   ends           tokens that end a sequence
+// Returns whether a sequence goes on.
+//
+// Samples are those of torch.multinomial from the softmax, with the same numbers of the CPU's
+// default generator: for each token an exponential random number; the token whose probability is
+// largest beside its number is drawn. Few tokens are left in the end, and only their numbers are
+// computed. Throws torch.multinomial's RuntimeError if probabilities are NaN.
+bool append_tokens(const at::Tensor& logits, const at::Tensor& tokens, int64_t length,
+                   const at::Tensor& is_unfinished, const std::vector<int64_t>& ends,
+                   int64_t padding, const std::optional<Sampling>& sampling);
 
 }  // namespace foo::graphs

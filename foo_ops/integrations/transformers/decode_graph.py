@@ -30,6 +30,7 @@ from transformers.utils.generic import GeneralInterface
 from foo_ops._C import Changes, Number, Program, Snapshot, are_calls_seen
 from foo_ops.compat import has_any_global_hook
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.generation import FooGenerator
 from foo_ops.integrations.transformers.loss import FooLanguageModel
 from foo_ops.integrations.transformers.recording import (
     PLAIN,
@@ -48,7 +49,6 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
-from foo_ops.integrations.transformers.sampling import FooSampler
 
 MOST_TOKENS = 16
 """Tokens of a call that may run as a graph, such as drafts that are checked at once."""
@@ -512,7 +512,7 @@ def described(arguments: dict[str, Any], cache: Any) -> Description:
     return description
 
 
-class FooDecoder(FooSampler):
+class FooDecoder(FooGenerator):
     """Replaces models that generate: calls for up to 16 further tokens run as a program."""
 
     training: bool

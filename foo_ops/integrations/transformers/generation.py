@@ -1,0 +1,205 @@
+"""The loop of `generate` for one token after the other, with little Python between two tokens.
+
+transformers' own loop calls a dozen operators for each token, and another ten over all scores where
+tokens are sampled. Here one function of C++ draws a token, from the same random numbers of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+)
+
+from foo_ops._C import Sampling, append_tokens
+from foo_ops.integrations.transformers.replacement import Replacement
+
+ORDER = (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+"""The order in which `Sampling` changes scores, which is that of `generate`."""
+ROOM = 1024
+"""Tokens for which memory is taken at first."""
+
+
+class Selection(NamedTuple):
+    """How tokens are chosen, and when a sequence ends.
+
+    Attributes:
+        sampling: None for the likeliest token.
+        ends: tokens that end a sequence.
+        padding: the token behind the end.
+        length: of the longest sequence.
+    """
+
+    sampling: Sampling | None
+    ends: list[int]
+    padding: int
+    length: int
+
+
+class FooGenerator(Replacement):
+    """Replaces models that generate; what is unusual is left to transformers' own loop."""
+
+    device: torch.device
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Sequence[LogitsProcessor],
+        stopping_criteria: Sequence[StoppingCriteria],
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        own: Any = super()._sample  # type: ignore[misc]
+        is_usual = (
+            own.__func__ is GenerationMixin._sample
+            and input_ids.is_cpu
+            and self.device.type == "cpu"
+            and not synced_gpus
+            and not generation_config.return_dict_in_generate
+            and model_kwargs.get("use_cache")
+            and not self._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[attr-defined]
+        )
+        if is_usual:
+            selection = selection_of(logits_processor, stopping_criteria, generation_config)
+            if selection is not None:
+                return generated(
+                    self, input_ids, selection, generation_config, streamer, model_kwargs
+                )
+        return own(
+            *(input_ids, logits_processor, stopping_criteria, generation_config),
+            *(synced_gpus, streamer),
+            **model_kwargs,
+        )
+
+
+def generated(
+    model: Any,
+    input_ids: Tensor,
+    selection: Selection,
+    config: GenerationConfig,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """Return sequences as transformers' loop does; ``streamer`` is given their tokens."""
+    batch, length = input_ids.shape
+    tokens = F.pad(input_ids, (0, min(ROOM, max(1, selection.length - length))))
+    is_unfinished = torch.ones(batch, dtype=torch.bool)
+    outputs = model._prefill(
+        input_ids, config, model_kwargs, is_first_iteration=not config.is_assistant
+    )
+    while True:
+        model_kwargs = model._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+        )
+        if length == tokens.shape[1]:
+            tokens = F.pad(tokens, (0, length))
+        goes_on = append_tokens(
+            outputs.logits, tokens, length, is_unfinished, selection.ends, selection.padding,
+            selection.sampling,
+        )  # fmt: skip
+        # The logits of a prompt may be large.
+        del outputs
+        length += 1
+        if streamer is not None:
+            streamer.put(tokens[:, length - 1].clone())
+        if not goes_on or length >= selection.length:
+            break
+        inputs = model.prepare_inputs_for_generation(
+            tokens[:, :length].contiguous(), next_sequence_length=1, **model_kwargs
+        )
+        outputs = model(**inputs, return_dict=True)
+    if streamer is not None:
+        streamer.end()
+    return tokens[:, :length].clone(memory_format=torch.contiguous_format)
+
+
+def selection_of(
+    processors: Sequence[LogitsProcessor],
+    criteria: Sequence[StoppingCriteria],
+    config: GenerationConfig,
+) -> Selection | None:
+    """Return how `append_tokens` chooses tokens, or None if it cannot do so."""
+    lengths = [it for it in criteria if type(it) is MaxLengthCriteria]
+    of_ends = [it for it in criteria if type(it) is EosTokenCriteria]
+    if len(lengths) != 1 or len(of_ends) != len(criteria) - 1 or warns(lengths[0]):
+        return None
+    sampling = sampling_of(processors) if config.do_sample else None
+    if config.do_sample:
+        if sampling is None or not draws_alike():
+            return None
+    elif processors:
+        return None
+    ends = [int(end) for it in of_ends for end in it.eos_token_id]
+    padding = config._pad_token_tensor
+    if ends and (padding is None or padding.numel() != 1):
+        return None
+    return Selection(sampling, ends, 0 if padding is None else int(padding), lengths[0].max_length)
+
+
+def warns(criterion: MaxLengthCriteria) -> bool:
+    """Whether sequences become longer than a model's positions."""
+    positions = criterion.max_position_embeddings
+    return positions is not None and criterion.max_length > positions
+
+
+def sampling_of(processors: Sequence[LogitsProcessor]) -> Sampling | None:
+    """Return what changes scores, or None if something else does."""
+    kinds = [type(it) for it in processors]
+    if kinds != [it for it in ORDER if it in kinds] or not all(map(is_common, processors)):
+        return None
+    sampling = Sampling()
+    for it in processors:
+        if isinstance(it, RepetitionPenaltyLogitsProcessor):
+            sampling.repetition_penalty = it.penalty
+        elif isinstance(it, TemperatureLogitsWarper):
+            sampling.temperature = it.temperature
+        elif isinstance(it, TopKLogitsWarper):
+            sampling.top_k = it.top_k
+        elif isinstance(it, TopPLogitsWarper):
+            sampling.top_p, sampling.least = it.top_p, it.min_tokens_to_keep
+    return sampling
+
+
+def is_common(processor: LogitsProcessor) -> bool:
+    """Whether a processor removes tokens for good, and counts those of the whole sequence."""
+    values = vars(processor)
+    is_cut = any(values.get(it) is not None for it in ("prompt_ignore_length", "logits_indices"))
+    return not is_cut and values.get("filter_value", -math.inf) == -math.inf
+
+
+@functools.cache
+def draws_alike() -> bool:
+    """Whether this torch draws tokens from the numbers that `append_tokens` takes."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        scores = torch.linspace(-2, 2, 16).repeat(8, 1)
+        torch.manual_seed(0)
+        theirs = torch.multinomial(scores.softmax(-1), 1)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        ours = torch.empty_like(theirs)
+        append_tokens(scores, ours, 0, torch.ones(8, dtype=torch.bool), [], 0, Sampling())
+        return torch.equal(ours, theirs) and torch.equal(torch.get_rng_state(), state)
