@@ -3,7 +3,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/sort.h>
 #include <c10/util/Exception.h>
 #include <c10/util/irange.h>
 
@@ -11,8 +13,10 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <mutex>
+#include <tuple>
 #include <vector>
 
 namespace foo::graphs {
@@ -69,53 +73,75 @@ void set_probabilities(Candidates& candidates) {
 }
 
 bool is_less_likely(const Candidate& one, const Candidate& other) {
-  return one.score != other.score ? one.score < other.score : one.token < other.token;
+  return one.score < other.score;
 }
 
-// Removes the least likely tokens whose probabilities together are at most 1 - top_p.
+// Returns how many of the least likely candidates have at most a probability together.
 //
-// Tokens are not sorted: they are counted in ranges of scores, and only those of the range in which
-// the sum reaches its bound are compared.
-void keep_top_p(Candidates& candidates, double top_p, int64_t least) {
+// They are not sorted, but counted in ranges of scores; only those of the range in which the sum
+// reaches the bound are sorted.
+int64_t count_below(const Candidates& candidates, float bound) {
   constexpr int kRanges = 1024;
-  constexpr float kWidth = 32;  // tokens with scores so far below the largest are as good as none
-  const auto bound = static_cast<float>(1 - top_p);
-  const Candidate most = *std::max_element(candidates.begin(), candidates.end(), is_less_likely);
+  constexpr float kWidth = 32;  // what is so far below the largest score is as good as impossible
+  const float most = std::max_element(candidates.begin(), candidates.end(), is_less_likely)->score;
   const auto range_of = [&](const Candidate& each) {
-    const float place = (each.score - most.score + kWidth) * (kRanges / kWidth);
-    return std::clamp(place, 0.0F, kRanges - 1.0F);
+    const float place = (each.score - most + kWidth) * (kRanges / kWidth);
+    return static_cast<int>(std::clamp(place, 0.0F, kRanges - 1.0F));
   };
   std::array<double, kRanges> sums{};
+  std::array<int64_t, kRanges> counts{};
   for (const Candidate& each : candidates) {
-    sums[static_cast<int>(range_of(each))] += each.probability;
+    sums[range_of(each)] += each.probability;
+    ++counts[range_of(each)];
   }
-  double below = 0;
+  double sum = 0;
+  int64_t count = 0;
   int reached = 0;
-  while (reached < kRanges - 1 && static_cast<float>(below + sums[reached]) <= bound) {
-    below += sums[reached++];
+  for (; reached < kRanges && static_cast<float>(sum + sums[reached]) <= bound; ++reached) {
+    sum += sums[reached];
+    count += counts[reached];
   }
   Candidates undecided;
-  for (const Candidate& each : candidates) {
-    if (static_cast<int>(range_of(each)) == reached) undecided.push_back(each);
-  }
+  std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(undecided),
+               [&](const Candidate& each) { return range_of(each) == reached; });
   std::sort(undecided.begin(), undecided.end(), is_less_likely);
-  // The least likely of those that are kept.
-  Candidate first = most;
   for (const Candidate& each : undecided) {
-    below += each.probability;
-    if (static_cast<float>(below) > bound) {
-      first = each;
-      break;
+    sum += each.probability;
+    if (static_cast<float>(sum) > bound) break;
+    ++count;
+  }
+  return count;
+}
+
+// Removes some of the least likely candidates, of `vocabulary` tokens.
+//
+// Of equal ones those are removed that come first where torch sorts all scores, as transformers
+// does; it promises no order. Logits of bfloat16 are often equal.
+void remove_least_likely(Candidates& candidates, int64_t removed, int64_t vocabulary) {
+  Candidates ordered = candidates;
+  std::nth_element(ordered.begin(), ordered.begin() + removed, ordered.end(), is_less_likely);
+  const float edge = ordered[removed].score;
+  const auto is_lower = [&](const Candidate& each) { return each.score < edge; };
+  int64_t equal = removed - std::count_if(candidates.begin(), candidates.end(), is_lower);
+  std::vector<bool> is_removed;
+  if (equal > 0) {
+    is_removed.resize(vocabulary);
+    const at::Tensor scores = at::full({1, vocabulary}, -std::numeric_limits<float>::infinity(),
+                                       at::TensorOptions(at::kFloat));
+    for (const Candidate& each : candidates) {
+      scores.mutable_data_ptr<float>()[each.token] = each.score;
+    }
+    const at::Tensor order = std::get<1>(at::sort(scores, -1, /*descending=*/false));
+    const auto* token = order.const_data_ptr<int64_t>();
+    for (; equal > 0; ++token) {
+      if (scores.const_data_ptr<float>()[*token] != edge) continue;
+      is_removed[*token] = true;
+      --equal;
     }
   }
-  const auto wanted = std::min<size_t>(least, candidates.size());
-  const auto is_kept = [&](const Candidate& each) { return !is_less_likely(each, first); };
-  if (std::count_if(candidates.begin(), candidates.end(), is_kept) < static_cast<int64_t>(wanted)) {
-    Candidates sorted = candidates;
-    std::nth_element(sorted.begin(), sorted.end() - wanted, sorted.end(), is_less_likely);
-    first = *(sorted.end() - wanted);
-  }
-  std::erase_if(candidates, [&](const Candidate& each) { return is_less_likely(each, first); });
+  std::erase_if(candidates, [&](const Candidate& each) {
+    return is_lower(each) || (!is_removed.empty() && is_removed[each.token]);
+  });
 }
 
 // Returns a uniform random number as torch's double precision distribution does.
@@ -165,8 +191,14 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
     Candidates candidates = most_likely(own, count, sampling.top_k);
     set_probabilities(candidates);
     if (sampling.top_p < 1) {
-      keep_top_p(candidates, sampling.top_p, sampling.least);
-      set_probabilities(candidates);
+      // transformers compares sums in float32.
+      const int64_t removed =
+          std::min(count_below(candidates, static_cast<float>(1 - sampling.top_p)),
+                   static_cast<int64_t>(candidates.size()) - sampling.least);
+      if (removed > 0) {
+        remove_least_likely(candidates, removed, count);
+        set_probabilities(candidates);
+      }
     }
     kept.push_back(std::move(candidates));
   }

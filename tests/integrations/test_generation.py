@@ -1,0 +1,308 @@
+"""`generate` after `apply`: the same tokens from the same random numbers, by a loop of our own."""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+from foo_ops._C import Sampling, append_tokens
+from support.transformer_models import build, decoder, padding, tokens
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from foo_ops.integrations.transformers import apply, generation
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def t5():
+    return build(
+        transformers.AutoModelForSeq2SeqLM,
+        lambda: transformers.T5Config(
+            d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, vocab_size=97,
+            decoder_start_token_id=0, eos_token_id=None,
+        ),
+    )  # fmt: skip
+
+
+MODELS = {"llama": lambda: decoder("llama"), "T5": t5}
+CALLS = {
+    "greedy": {"do_sample": False},
+    "sampled": {},
+    "of all": {"top_k": 0},
+    "top k": {"top_k": 3, "temperature": 0.7},
+    "top p": {"top_k": 0, "top_p": 0.6},
+    "both": {"top_k": 20, "top_p": 0.9, "temperature": 1.5},
+    "repetition": {"repetition_penalty": 1.4, "top_k": 0, "top_p": 0.95},
+    "greedy with ends": {"do_sample": False, "eos_token_id": list(range(0, 97, 3))},
+    "sampled with ends": {"eos_token_id": [5, 17, 40], "top_k": 10},
+    "static": {"cache_implementation": "static"},
+}
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """Count the calls of `generate` that our loop serves."""
+    calls, own = [], generation.generated
+
+    def generated(*arguments):
+        calls.append(arguments)
+        return own(*arguments)
+
+    monkeypatch.setattr(generation, "generated", generated)
+    return calls
+
+
+def same_tokens(model, prompt, seed=0, **options):
+    """Check the tokens, and the random numbers behind them; return the tokens."""
+    options = {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0, **options}
+    found = []
+    for each in (model, apply(copy.deepcopy(model))):
+        torch.manual_seed(seed)
+        found.append((each.generate(prompt, **options), torch.rand(3)))
+    (theirs, next_theirs), (ours, next_ours) = found
+    assert torch.equal(ours, theirs)
+    assert torch.equal(next_ours, next_theirs)
+    assert ours.dtype == theirs.dtype
+    assert ours.stride() == theirs.stride()
+    return ours
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_tokens_are_the_models_own(make, options, loops):
+    model = make()
+    for seed, batch in ((0, 1), (1, 3)):
+        same_tokens(model, tokens(batch, 7), seed, **options)
+    assert len(loops) == 2
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"top_k": 0}, {"top_p": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype, options, loops, monkeypatch):
+    """A model's own modules round otherwise, so both loops are those of the same model."""
+    model, prompt = apply(decoder("llama").to(dtype)), tokens(2, 7)
+    options = {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0, **options}
+    torch.manual_seed(0)
+    ours = model.generate(prompt, **options)
+    assert len(loops) == 1
+    monkeypatch.setattr(generation, "selection_of", lambda *_: None)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(prompt, **options), ours)
+    assert len(loops) == 1
+
+
+def test_padded_prompts_and_long_answers(loops, monkeypatch):
+    monkeypatch.setattr(generation, "ROOM", 4)
+    mask = padding("left", 7).long()
+    prompt = tokens(len(mask), 7)
+    ours = same_tokens(decoder("llama"), prompt, attention_mask=mask, max_new_tokens=40)
+    assert ours.shape[1] == 47
+    assert len(loops) == 1
+
+
+class Streamer:
+    def __init__(self):
+        self.parts = []
+
+    def put(self, value):
+        self.parts.append(value)
+
+    def end(self):
+        self.parts.append("end")
+
+
+def test_streamers(loops):
+    model, prompt = decoder("llama"), tokens(1, 7)
+    told = []
+    for each in (model, apply(copy.deepcopy(model))):
+        streamer = Streamer()
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        each.generate(prompt, streamer=streamer, **options)
+        told.append(streamer.parts)
+    assert len(loops) == 1
+    assert [str(it) for it in told[0]] == [str(it) for it in told[1]]
+
+
+class Never(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, 3] = -torch.inf
+        return scores
+
+
+OTHERS = {
+    "a processor": {"logits_processor": LogitsProcessorList([Never()])},
+    "a least length": {"min_new_tokens": 5, "eos_token_id": 5},
+    "min p": {"min_p": 0.1},
+    "a time": {"max_time": 1e6},
+    "beams": {"num_beams": 2},
+    "no cache": {"use_cache": False},
+    "another filter": {
+        "logits_processor": LogitsProcessorList([TopKLogitsWarper(5, filter_value=-3.0)])
+    },
+    "the answer's repetitions": {
+        "logits_processor": LogitsProcessorList(
+            [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=7)]
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_other_calls_are_left_to_transformers(options, loops):
+    same_tokens(decoder("llama"), tokens(2, 7), **options)
+    assert not loops
+
+
+def test_processors_in_another_order_are_left_to_transformers():
+    temperature, top_k = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5)
+    assert generation.sampling_of([temperature, top_k]).top_k == 5
+    assert generation.sampling_of([top_k, temperature]) is None
+    assert generation.sampling_of([temperature, temperature]) is None
+
+
+def test_outputs_with_scores_are_left_to_transformers(loops):
+    model, prompt = decoder("llama"), tokens(2, 7)
+    options = {"max_new_tokens": 5, "output_scores": True, "output_logits": True}
+    found = []
+    for each in (model, apply(copy.deepcopy(model))):
+        torch.manual_seed(0)
+        output = each.generate(
+            prompt, do_sample=True, pad_token_id=0, return_dict_in_generate=True, **options
+        )
+        found.append(output)
+    assert not loops
+    for name in ("scores", "logits"):
+        for one, other in zip(found[0][name], found[1][name], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_logits_that_are_nan():
+    model = apply(decoder("llama"))
+    model.lm_head.weight.data[5] = torch.nan
+    message = "probability tensor contains either `inf`, `nan` or element < 0"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        model.generate(tokens(1, 7), do_sample=True, max_new_tokens=3, pad_token_id=0)
+    # The first one that is NaN counts as the largest.
+    assert (
+        model.generate(tokens(1, 7), do_sample=False, max_new_tokens=3, pad_token_id=0)[0, 7] == 5
+    )
+
+
+# ------------------------------------------------------------------------------------ append_tokens
+
+
+def drawn_by_transformers(scores, ids, penalty, temperature, top_k, top_p, least):
+    processors = [
+        RepetitionPenaltyLogitsProcessor(penalty),
+        TemperatureLogitsWarper(temperature),
+        *([TopKLogitsWarper(top_k)] if top_k else []),
+        *([TopPLogitsWarper(top_p, min_tokens_to_keep=least)] if top_p < 1 else []),
+    ]
+    for processor in processors:
+        scores = processor(ids, scores)
+    return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 50, 2000])
+def test_samples_are_those_of_transformers(top_k, top_p):
+    generator = torch.Generator().manual_seed(0)
+    for penalty, temperature, least in itertools.product((1.0, 1.3), (0.1, 1.0, 5.0), (1, 4)):
+        logits = 3 * torch.randn(4, 1000, generator=generator)
+        ids = torch.randint(0, 1000, (4, 30), generator=generator)
+        # Equal scores, and some that are removed already.
+        logits[:, ::7] = logits[:, :1]
+        logits[:, 3::50] = -torch.inf
+        logits[3] = 1.5
+        torch.manual_seed(5)
+        expected = drawn_by_transformers(
+            logits.clone(), ids, penalty, temperature, top_k, top_p, least
+        )
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        sampling = Sampling()
+        sampling.repetition_penalty, sampling.temperature = penalty, temperature
+        sampling.top_k, sampling.top_p, sampling.least = top_k, top_p, least
+        found = torch.cat((ids, ids[:, :1]), 1)
+        before = logits.clone()
+        append_tokens(logits, found, 30, torch.ones(4, dtype=torch.bool), [], 0, sampling)
+        assert torch.equal(found[:, 30], expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(logits, before)
+
+
+def test_frequencies():
+    """Samples have the probabilities of the softmax: 40,000 of them, within 5 deviations."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(40_000, 1)
+    found = torch.empty(40_000, 1, dtype=torch.int64)
+    torch.manual_seed(0)
+    append_tokens(logits, found, 0, torch.ones(40_000, dtype=torch.bool), [], 0, Sampling())
+    expected = logits[0].double().exp() / logits[0].double().exp().sum()
+    shares = found.flatten().bincount(minlength=4) / 40_000
+    deviations = (expected * (1 - expected) / 40_000).sqrt()
+    assert ((shares - expected).abs() < 5 * deviations).all()
+
+
+def test_ends_and_padding():
+    logits = torch.eye(5)[[4, 2, 3]].unsqueeze(1)
+    found, goes_on = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([True, True, False])
+    assert append_tokens(logits, found, 1, goes_on, [2], 1, None)
+    assert found.tolist() == [[0, 4], [0, 2], [0, 1]]
+    assert goes_on.tolist() == [True, False, False]
+    assert not append_tokens(logits, found, 0, goes_on, [4, 1], 1, None)
+
+
+GOOD = {
+    "logits": torch.zeros(2, 3, 4),
+    "tokens": torch.zeros(2, 5, dtype=torch.int64),
+    "length": 4,
+    "is_unfinished": torch.ones(2, dtype=torch.bool),
+    "ends": [],
+    "padding": 0,
+    "sampling": None,
+}
+WRONG = [
+    ({"logits": torch.zeros(4)}, ValueError, "logits must have shape (B, T, V) or (B, V), got [4]"),
+    (
+        {"logits": torch.zeros(2, 0, 4)},
+        ValueError,
+        "logits must have shape (B, T, V) or (B, V), got [2, 0, 4]",
+    ),
+    ({"length": 5}, ValueError, "tokens must be int64 (B, S) with S above length, got Long [2, 5]"),
+    (
+        {"tokens": torch.zeros(2, 5)},
+        ValueError,
+        "tokens must be int64 (B, S) with S above length, got Float [2, 5]",
+    ),
+    (
+        {"is_unfinished": torch.ones(3, dtype=torch.bool)},
+        ValueError,
+        "is_unfinished must be bool (B,), got Bool [3]",
+    ),
+    ({"logits": torch.zeros(2, 4, device="foo")}, ValueError, "all tensors must be on the CPU"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
+def test_wrong_arguments(change, kind, message):
+    with pytest.raises(kind, match=rf"\Aappend_tokens: {re.escape(message)}"):
+        append_tokens(**{**GOOD, **change})
+
+
+def test_tokens_outside_of_the_vocabulary():
+    sampling = Sampling()
+    sampling.repetition_penalty = 1.5
+    given = {**GOOD, "tokens": torch.full((2, 5), 4), "sampling": sampling}
+    with pytest.raises(IndexError, match=r"\Aappend_tokens: tokens must be in \[0, 4\), got 4"):
+        append_tokens(**given)
