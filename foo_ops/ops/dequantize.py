@@ -208,7 +208,8 @@ library.register_autograd("foo::dequantize_int4", composite=int4_composite)
 
 @library.register_sharding("foo::dequantize_int4")
 def int4_sharding(weight: Any, scale: Any, zero: Any) -> str:
-    return "n k, n k, n k -> n k"
+    # A byte has two numbers, so that the columns of weight and result are cut at different places.
+    return "n ., n ., n . -> n ."
 
 
 def pack_integers(integers: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ def mxfp4_fake(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 @library.register_sharding("foo::dequantize_mxfp4")
 def mxfp4_sharding(weight: Any, scale: Any, *, dtype: torch.dtype) -> str:
-    return "n k, n k -> n k"
+    return "n ., n . -> n ."
 
 
 # --------------------------------------------------------------------------------- codes of a table
@@ -344,7 +345,7 @@ library.register_autograd("foo::dequantize_table4", composite=table4_composite)
 
 @library.register_sharding("foo::dequantize_table4")
 def table4_sharding(weight: Any, scale: Any, table: Any, *, dtype: torch.dtype) -> str:
-    return "n k, n k, . -> n k"
+    return "n ., n ., . -> n ."
 
 
 # ------------------------------------------------------------------------------------ float8_e4m3fn

@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
 import foo_ops
+from foo_ops.ops import dequantize
 
 
 def randn(*shape):
@@ -151,6 +152,8 @@ def products():
     of_rows, of_blocks = randn(10), randn(10, 4)
     table4 = (mxfp4[0], of_blocks, randn(16))
     linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
+    numbers_of_fp8 = functools.partial(dequantize.numbers_of_fp8, dtype=torch.float64)
+    numbers_of_table4 = functools.partial(dequantize.numbers_of_table4, dtype=torch.float64)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
         "linear without bias": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8)]),
@@ -173,6 +176,12 @@ def products():
         "linear_mxfp4 without bias": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4]),
         "linear_table4": (foo_ops.linear_table4, [randn(4, 6, 128), *table4, randn(10)]),
         "linear_table4 without bias": (foo_ops.linear_table4, [randn(4, 6, 128), *table4]),
+        "dequantize_int8": (dequantize.numbers_of_integers, [*int8]),
+        "dequantize_int8 of groups": (dequantize.numbers_of_integers, [*of_groups]),
+        "dequantize_int4": (dequantize.numbers_of_integers, [*int4]),
+        "dequantize_fp8": (numbers_of_fp8, [codes, of_rows]),
+        "dequantize_fp8 of groups": (numbers_of_fp8, [codes, of_blocks]),
+        "dequantize_table4": (numbers_of_table4, [*table4]),
     }
 
 
