@@ -13,7 +13,11 @@ from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.linear.packing import behind_bands, make_band_packer, make_right_packer
+from foo_ops.kernels.linear.packing import (
+    behind_bands,
+    make_band_packer,
+    make_right_packer_for_vectors,
+)
 from foo_ops.kernels.linear.product import argument_types
 from foo_ops.kernels.products.on_amx import GROUP
 from foo_ops.kernels.products.on_vectors import make_tall_matmul, tall_shape
@@ -31,7 +35,8 @@ def make_few_steps_kernel(dtype: str) -> Kernel:
     compute, in_products = compute_dtype(dtype), vector_product_dtype(dtype)
     LANES, STEP = lanes_of(compute), step_of(in_products)
     BAND, WIDTH = tall_shape()[0], tall_shape()[1] * LANES
-    pack_bands, pack_right = make_band_packer(dtype, BAND), make_right_packer(dtype, WIDTH)
+    pack_bands = make_band_packer(dtype, BAND)
+    pack_right = make_right_packer_for_vectors(dtype, WIDTH)
     matmul = make_tall_matmul(compute, in_products, in_products, 0, 0)
     copy_row = make_copy_row(compute)
     as_factors, as_output = pointer_to(in_products), pointer_to(dtype)

@@ -163,7 +163,16 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
     It packs panels of ``WIDTH`` columns at a distance of ``distance``, padded with zeros to whole
     vectors of columns.
     """
-    if in_pairs(dtype):
+    return _make_right_packer(dtype, WIDTH, in_pairs(dtype))
+
+
+def make_right_packer_for_vectors(dtype: str, WIDTH: int) -> Callable:
+    """Like `make_right_packer`, also for vectors of a processor that has a matrix unit."""
+    return _make_right_packer(dtype, WIDTH, vector_product_dtype(dtype) == PAIRS)
+
+
+def _make_right_packer(dtype: str, WIDTH: int, has_pairs: bool) -> Callable:
+    if has_pairs:
         return _make_right_packer_of_pairs(WIDTH)
     LANES, copy_row = lanes_of(compute_dtype(dtype)), make_copy_row(compute_dtype(dtype))
 

@@ -185,10 +185,11 @@ def narrow_sums_of_pairs(builder: ir.IRBuilder, dtype: str, sums: ir.Value) -> i
     """Convert like `narrow` what `emit_pair_fma` has added up.
 
     The instruction that rounds flushes subnormal numbers to zero; the one that adds leaves none.
+    LLVM has it for 8 and 16 lanes.
     """
-    if dtype != "bfloat16" or not has_bfloat16_dot():
-        return narrow(builder, dtype, sums)
     lanes = sums.type.count
+    if dtype != "bfloat16" or not has_bfloat16_dot() or lanes < 8:
+        return narrow(builder, dtype, sums)
     name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
     return call_intrinsic(builder, name, ir.VectorType(BFLOAT, lanes), [sums])
 

@@ -81,8 +81,8 @@ constexpr unsigned kAll = set_of({Form::kForward, Form::kBias, Form::kActivation
 //   rows               16            64           128           256          1024
 //   forward       1.05 - 1.59   1.01 - 1.18   0.99 - 1.04   0.95 - 0.97   0.93 - 1.04
 //
-// Up to kMostFewSteps rows, grad_weight has had a kernel of its own since. On a Zen 4, layers of the
-// same sizes:
+// Up to kMostFewSteps rows, grad_weight has had a kernel of its own since. On a Zen 4, layers of
+// the same sizes:
 //
 //   rows                   9            16            64           256          1024
 //   one thread        0.95 - 1.23   0.99 - 1.22   1.02 - 1.07   1.03 - 1.05   1.01 - 1.02
