@@ -63,3 +63,10 @@ def test_subnormal_numbers_count_as_zero_at_most():
     grad, input = torch.full((10, 16), smallest), torch.full((10, 33), 0.25)
     off = grad_weight(grad.bfloat16(), input.bfloat16()).double() - 10 * smallest / 4
     assert off.abs().max() <= 10 * smallest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_last_odd_token_has_no_part_in_the_next_group(dtype):
+    grad, input = torch.full((8, 40), torch.nan), torch.full((8, 33), torch.nan)
+    grad[:5], input[:5] = 2, 3
+    assert grad_weight(grad.to(dtype), input.to(dtype), [5, 3])[0].eq(30).all()
