@@ -14,6 +14,7 @@ BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
 ADJACENT_COLUMNS = Maker("foo_ops.kernels.linear.few_rows", "make_adjacent_columns_kernel")
+FEW_STEPS = Maker("foo_ops.kernels.linear.few_steps", "make_few_steps_kernel")
 FINISH = Maker("foo_ops.kernels.linear.product", "make_finish_kernel")
 QUANTIZED = "foo_ops.kernels.linear.quantized"
 EIGHT_BIT_PRODUCT = Maker(QUANTIZED, "make_8bit_product_kernel")
@@ -68,6 +69,7 @@ _OWN = (
     OwnKernel("linear_product.sums", PRODUCT, {"adds": True}),
     OwnKernel("linear_few_rows", FEW_ROWS),
     OwnKernel("linear_few_rows_of_adjacent_columns", ADJACENT_COLUMNS),
+    OwnKernel("linear_few_steps", FEW_STEPS),
     OwnKernel("linear_finish", FINISH),
     *(
         kernel

@@ -347,7 +347,10 @@ for kernel in sys.argv[2:]:
         block, memory = (number * 4)(0, rows, 0, columns), None
         # Which regions are used depends on how matrices lie in memory.
         apart = torch.nn.functional.pad(left.t(), (0, 1))[:, :rows].t()
-        for lies, is_transposed in ((left, 0), (apart, 1)):
+        has_few_steps = kernel == "linear_few_steps"
+        if has_few_steps:
+            right = right.t().contiguous().t()
+        for lies, is_transposed in ((apart, 0),) if has_few_steps else ((left, 0), (apart, 1)):
             second = lies if is_transposed and not is_few else right
             product = (number * 16)(
                 rows, columns, depth, is_transposed, lies.data_ptr(), *lies.stride(),
@@ -376,3 +379,8 @@ KERNELS = ("linear_product", "linear_few_rows")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
     run(FENCED, tmp_path, dtype, *(f"{name}{finish}" for name in KERNELS))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *whole("float32", "float16")])
+def test_few_steps_stay_inside_of_their_regions(dtype, tmp_path):
+    run(FENCED, tmp_path, dtype, "linear_few_steps")

@@ -253,6 +253,25 @@ def test_groups(family, dtype):
             assert all(map(torch.equal, first, other))
 
 
+@pytest.mark.parametrize(
+    ("counts", "is_torchs"), [([24, 0, 300, 1024], False), ([24, 0, 1025], True)]
+)
+def test_gradients_of_groups(counts, is_torchs):
+    """Ours are one loop; PyTorch computes those of weights of many tokens."""
+    input, _, gradient = tensors(sum(counts), torch.bfloat16, "cpu")
+    weight = torch.ones(len(counts), OUTPUTS, WIDTH, dtype=torch.bfloat16)
+    before = _C.set_torch_products("amd-bfloat16")
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            torch.ops.foo.grouped_linear_backward(
+                gradient, input, weight, torch.tensor(counts).cumsum(0)
+            )
+    finally:
+        _C.set_torch_products(before)
+    events = {it.key for it in seen.key_averages()}
+    assert ("foo::grouped_linear by aten::mm" in events) == is_torchs or has_matrix_unit()
+
+
 SWITCHED_OFF = f"""
 import torch
 import foo_ops

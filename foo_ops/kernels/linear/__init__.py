@@ -25,7 +25,8 @@ holds the packed matrices and the sums; meanwhile the data to pack next is prefe
                +-----+  +-------+-------+-------+
 
 Another kernel computes few rows: it reads the right matrix once, as it lies in memory. It also
-computes few columns, with rows and columns exchanged.
+computes few columns, with rows and columns exchanged. A third one computes products of few steps:
+it rounds sums while they are in registers.
 
 A right matrix of 8-bit or 4-bit integers is read as stored for few rows, and converted to numbers
 by packing for more rows; the rest of both kernels is the same. If the rows of the left matrix are

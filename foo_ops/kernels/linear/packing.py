@@ -25,7 +25,7 @@ from foo_ops.kernels.simd.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.simd.narrow import PAIRS, interleave
+from foo_ops.kernels.simd.narrow import PAIRS, interleave, load_interleaved
 from foo_ops.kernels.simd.transpose import (
     make_copy_row,
     round_up,
@@ -61,18 +61,15 @@ def make_left_packer(dtype: str, BAND: int, STEPS: int) -> Callable:
     if in_pairs(dtype):
         return _make_left_packer_of_pairs(BAND, STEPS)
     compute = compute_dtype(dtype)
-    copy_row, copy_bands = make_copy_row(compute), _make_band_copy(compute, BAND)
-    BEHIND = behind_bands(compute, BAND)
+    copy_row, pack_bands = make_copy_row(compute), make_band_packer(dtype, BAND)
     is_computed = dtype == compute
     PAGE = PAGE_BYTES // ELEMENTS[dtype].size
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
         if step_stride != 1:
-            for step in range(count):
-                line = shift(source, step * step_stride)
-                copy_bands(shift(target, step * BAND), line, rows, BAND * count + BEHIND)
-            return target, BAND * count + BEHIND, 1, BAND
+            distance = pack_bands(target, source, step_stride, rows, count)
+            return target, distance, 1, BAND
         if is_computed and row_stride % PAGE != 0:
             return source, BAND * row_stride, row_stride, 1
         for row in range(rows):
@@ -87,17 +84,41 @@ def behind_bands(compute: str, BAND: int) -> int:
     return -BAND % lanes_of(compute)
 
 
-def _make_band_copy(compute: str, BAND: int) -> Callable:
-    """Make ``copy_bands(target, line, rows, distance)``: copy a line in pieces of ``BAND``.
+@functools.cache
+def make_band_packer(dtype: str, BAND: int) -> Callable:
+    """Make ``pack_bands(target, source, step_stride, rows, count)`` for rows that are adjacent.
 
-    Vectors write beyond the end of a piece, into the piece of the next step, which is written
-    later.
+    It packs bands of ``BAND`` rows, step by step, for a product on vectors, and returns the
+    distance of bands. A step of bfloat16 may be a pair.
+    """
+    compute, has_pairs = compute_dtype(dtype), vector_product_dtype(dtype) == PAIRS
+    copy_bands = _make_pair_band_copy(BAND) if has_pairs else _make_band_copy(compute, BAND)
+    STEP, BEHIND = 2 if has_pairs else 1, behind_bands(compute, BAND)
+    as_target = pointer_to(PAIRS if has_pairs else compute)
+
+    @njit
+    def pack_bands(target, source, step_stride, rows, count):
+        distance = BAND * ((count + STEP - 1) // STEP) + BEHIND
+        for step in range(0, count, STEP):
+            place = as_target(address_of(shift(target, step // STEP * BAND)))
+            line = shift(source, step * step_stride)
+            copy_bands(place, line, step_stride, rows, count - step, distance)
+        return distance
+
+    return pack_bands
+
+
+def _make_band_copy(compute: str, BAND: int) -> Callable:
+    """Make ``copy_bands(target, line, step_stride, rows, count, distance)``.
+
+    It copies a step of all rows in pieces of ``BAND``. Vectors write beyond the end of a piece,
+    into the piece of the next step, which is written later.
     """
     LANES, copy_row = lanes_of(compute), make_copy_row(compute)
     COVERED = BAND + behind_bands(compute, BAND)
 
     @njit
-    def copy_bands(target, line, rows, distance):
+    def copy_bands(target, line, step_stride, rows, count, distance):
         row, place = 0, target
         while row + COVERED <= rows:
             for lane in range(0, COVERED, LANES):
@@ -112,6 +133,29 @@ def _make_band_copy(compute: str, BAND: int) -> Callable:
     return copy_bands
 
 
+def _make_pair_band_copy(BAND: int) -> Callable:
+    """Like `_make_band_copy`, for pairs of a step and the next: zeros if ``count`` is 1."""
+    LANES, move = LANES_OF_PAIRS(), _make_pair_mover()
+    COVERED = BAND + behind_bands("float32", BAND)
+
+    @njit
+    def copy_bands(target, line, step_stride, rows, count, distance):
+        row, place = 0, target
+        while count > 1 and row + COVERED <= rows:
+            for lane in range(0, COVERED, LANES):
+                first = shift(line, row + lane)
+                store(place, lane, load_interleaved(first, shift(first, step_stride), LANES))
+            row += BAND
+            place = shift(place, distance)
+        while row < rows:
+            for lane in range(min(BAND, rows - row)):
+                move(place, lane, shift(line, row + lane), step_stride, 0, count)
+            row += BAND
+            place = shift(place, distance)
+
+    return copy_bands
+
+
 @functools.cache
 def make_right_packer(dtype: str, WIDTH: int) -> Callable:
     """Make ``pack_right(target, distance, source, column_stride, step_stride, columns, count)``.
@@ -119,7 +163,16 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
     It packs panels of ``WIDTH`` columns at a distance of ``distance``, padded with zeros to whole
     vectors of columns.
     """
-    if in_pairs(dtype):
+    return _make_right_packer(dtype, WIDTH, in_pairs(dtype))
+
+
+def make_right_packer_for_vectors(dtype: str, WIDTH: int) -> Callable:
+    """Like `make_right_packer`, also for vectors of a processor that has a matrix unit."""
+    return _make_right_packer(dtype, WIDTH, vector_product_dtype(dtype) == PAIRS)
+
+
+def _make_right_packer(dtype: str, WIDTH: int, has_pairs: bool) -> Callable:
+    if has_pairs:
         return _make_right_packer_of_pairs(WIDTH)
     LANES, copy_row = lanes_of(compute_dtype(dtype)), make_copy_row(compute_dtype(dtype))
 

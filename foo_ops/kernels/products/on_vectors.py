@@ -9,7 +9,14 @@ from numba import njit
 
 from foo_ops.kernels.compiler.processor import vector_registers
 from foo_ops.kernels.simd.memory import CACHE_LINE, prefetch, shift
-from foo_ops.kernels.simd.register_tiles import tile_add, tile_fma, tile_store, tile_zero
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.register_tiles import (
+    tile_add,
+    tile_fma,
+    tile_store,
+    tile_store_sums_of_pairs,
+    tile_zero,
+)
 from foo_ops.kernels.simd.types import lanes_of
 
 
@@ -139,11 +146,13 @@ def make_panel_product(
     unrolled = UNROLLED if COLUMNS > 1 else 1
     sums = make_sum(unrolled, ROW_STRIDE), make_sum(1), make_sum(1)
     heights = (ROWS, REST if has_rest else 1, 1)
+    store_tile = tile_store_sums_of_pairs if dtypes[1] == PAIRS else tile_store
     most, some, single = (
         _make_rows(
             LANES,
             height,
             COLUMNS,
+            store_tile,
             _make_prefetching_sum(add, CHUNK) if CHUNK and height > 1 else add,
         )
         for height, add in zip(heights, sums, strict=True)
@@ -158,7 +167,9 @@ def make_panel_product(
     return product
 
 
-def _make_rows(LANES: int, ROWS: int, COLUMNS: int, add_products: Callable) -> Callable:
+def _make_rows(
+    LANES: int, ROWS: int, COLUMNS: int, store_tile: Callable, add_products: Callable
+) -> Callable:
     """Make the product of ``ROWS`` rows at a time, from ``row`` on; it returns the next row."""
 
     @njit
@@ -169,7 +180,7 @@ def _make_rows(LANES: int, ROWS: int, COLUMNS: int, add_products: Callable) -> C
             sums = add_products(sums, factors, a_row, a_step, b, b_stride, steps, ahead)
             if accumulate:
                 sums = tile_add(sums, target, c_stride)
-            tile_store(sums, target, c_stride)
+            store_tile(sums, target, c_stride)
             row += ROWS
         return row
 

@@ -24,6 +24,7 @@ from foo_ops.kernels.simd.types import (
     emit_fma,
     emit_multiply_add,
     emit_shuffle,
+    narrow,
     round_upper_half,
     shaped,
 )
@@ -180,6 +181,19 @@ def _pack_natively(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     )
 
 
+def narrow_sums_of_pairs(builder: ir.IRBuilder, dtype: str, sums: ir.Value) -> ir.Value:
+    """Convert like `narrow` what `emit_pair_fma` has added up.
+
+    The instruction that rounds flushes subnormal numbers to zero; the one that adds leaves none.
+    LLVM has it for 8 and 16 lanes.
+    """
+    lanes = sums.type.count
+    if dtype != "bfloat16" or not has_bfloat16_dot() or lanes < 8:
+        return narrow(builder, dtype, sums)
+    name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
+    return call_intrinsic(builder, name, ir.VectorType(BFLOAT, lanes), [sums])
+
+
 @intrinsic
 def first_of_pairs(typing_context, pairs):
     result = Vector(types.float32, pairs.lanes)
@@ -296,6 +310,25 @@ def interleave(typing_context, target, index, first, second, lanes):
         return context.get_dummy_value()
 
     return types.void(target, types.intp, first, second, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_interleaved(typing_context, first, second, lanes):
+    """Return the pairs of LANES adjacent bfloat16 from each of two pointers."""
+    result = Vector(types.int32, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        halves = ir.VectorType(INT16, result.lanes)
+        lower, upper = (
+            builder.zext(
+                builder.load(builder.bitcast(place, halves.as_pointer()), align=2),
+                ir.VectorType(INT32, result.lanes),
+            )
+            for place in args[:2]
+        )
+        return builder.or_(lower, builder.shl(upper, constant_of(upper.type, 16)))
+
+    return result(first, second, lanes), generate
 
 
 @intrinsic

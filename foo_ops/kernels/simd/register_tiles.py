@@ -4,6 +4,8 @@
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
     tile_add(tile, pointer, stride)         tile += tile_load(pointer, stride, ...)
     tile_store(tile, pointer, stride)
+    tile_store_sums_of_pairs(tile, pointer, stride) tile_store of what tile_fma has added up from
+                                            pairs
     tile_fma(tile, a, a_row, a_step, b, b_step, STEPS)  tile[i, j] += a[i * a_row + k * a_step] *
                                             b[k * b_step, j-th vector], for each k of STEPS
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
@@ -50,6 +52,7 @@ from foo_ops.kernels.simd.narrow import (
     emit_quad_fma,
     emit_unsigned_bytes,
     emit_unsigned_quad_fma,
+    narrow_sums_of_pairs,
 )
 from foo_ops.kernels.simd.types import (
     ELEMENTS,
@@ -119,10 +122,21 @@ def tile_add(typing_context, tile, pointer, stride):
 
 @intrinsic
 def tile_store(typing_context, tile, pointer, stride):
+    return _storing(tile, pointer, narrow)
+
+
+@intrinsic
+def tile_store_sums_of_pairs(typing_context, tile, pointer, stride):
+    return _storing(tile, pointer, narrow_sums_of_pairs)
+
+
+def _storing(tile, pointer, narrow_vector):
+    """Return the signature and the code of a store that converts vectors to the stored type."""
+
     def generate(context, builder, signature, args):
         for row, column, index in _places(builder, tile, args[2]):
             value = builder.extract_value(args[0], row * tile.columns + column)
-            stored = narrow(builder, pointer.dtype, value)
+            stored = narrow_vector(builder, pointer.dtype, value)
             address = builder.bitcast(builder.gep(args[1], [index]), stored.type.as_pointer())
             builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
         return context.get_dummy_value()

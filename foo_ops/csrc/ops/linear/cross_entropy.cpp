@@ -101,6 +101,9 @@ constexpr int64_t kMostSplits = 64;
 constexpr int64_t kJobs = 16;
 // Most classes whose logits' gradients are in memory at a time.
 constexpr int64_t kChunk = 2048;
+// Elements between the rows of these gradients: at a distance of whole pages they would share few
+// sets of the first-level cache, and products would copy them.
+constexpr int64_t kGap = 32;
 
 Kernel& statistics_kernel() {
   static auto* kernel = new Kernel("cross_entropy_statistics");
@@ -353,9 +356,9 @@ Results differentiate(const char* name, const OptionalTensor& grad_loss,
   const int64_t width = part_of(parameters.columns, kChunk, kLogitColumns);
   const auto dtype = hidden.scalar_type();
   const at::Tensor chunk =
-      new_tensor({parameters.rows, width}, hidden.options().dtype(factor_type(dtype)));
+      new_tensor({parameters.rows, width + kGap}, hidden.options().dtype(factor_type(dtype)));
   parameters.grad_logits = chunk.mutable_data_ptr();
-  parameters.grad_logits_row_stride = width;
+  parameters.grad_logits_row_stride = width + kGap;
   for (int64_t start = 0; start < parameters.columns; start += width) {
     const int64_t count = std::min(width, parameters.columns - start);
     if (parameters.rows > 0) {

@@ -132,6 +132,8 @@ constexpr int64_t kTile = 64;
 // Up to kFewRows rows are multiplied by the columns without packing. A thread takes this many
 // columns at most, so that it reads long stretches.
 constexpr int64_t kFewRows = 8, kMostColumnsOfFewRows = 1024;
+// Up to this many steps are summed up in registers, if the result is rounded.
+constexpr int64_t kMostFewSteps = 1024, kMostColumnsOfFewSteps = 512;
 // Blocks per thread, so that no thread waits long for the last block.
 constexpr int64_t kBlocksOfThread = 4;
 
@@ -202,6 +204,12 @@ inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t p
   const int64_t sums = second_cache_bytes() / 2 / sum_bytes;
   const int64_t rows = most_rows_of_block();
   return Cut(product, rows, std::max(2 * kTile, sums / rows / kTile * kTile), least);
+}
+
+// Half of the second-level cache holds the block's rows of the left matrix.
+inline Cut cut_of_few_steps(const Product& product, int64_t least) {
+  const int64_t rows = second_cache_bytes() / 4 / std::max<int64_t>(1, product.depth);
+  return Cut(product, std::max(2 * kTile, rows / kTile * kTile), kMostColumnsOfFewSteps, least);
 }
 
 inline const Product& matrices_of(const Product& product) {
