@@ -421,3 +421,21 @@ library.register_autograd("foo::dequantize_fp8", composite=fp8_composite)
 @library.register_sharding("foo::dequantize_fp8")
 def fp8_sharding(weight: Any, scale: Any, *, dtype: torch.dtype) -> str:
     return rule_of(scale)
+
+
+# ------------------------------------------------------------------------------------------ FLOPs
+
+
+@library.register_flops(
+    *("foo::dequantize_int8", "foo::dequantize_mxfp4"),
+    *("foo::dequantize_table4", "foo::dequantize_fp8"),
+)
+def flops(*_: Any, out_shape: torch.Size, **__: Any) -> int:
+    """Count a product with the scale for each number."""
+    return math.prod(out_shape)
+
+
+@library.register_flops("foo::dequantize_int4")
+def int4_flops(*_: Any, out_shape: torch.Size, **__: Any) -> int:
+    """Count the difference from zero, too."""
+    return 2 * math.prod(out_shape)

@@ -55,6 +55,16 @@ def test_rows(device):
     assert count(foo_ops.add_layer_norm, input, input.detach()) == (7 * 15, 14 * 15)
 
 
+def test_dequantized_weights(device):
+    weight = torch.randn(6, 64, device=device)
+    for quantized, expected in (
+        (foo_ops.quantize_weight(weight, 8), 6 * 64),
+        (foo_ops.quantize_weight(weight, 4, 32), 2 * 6 * 64),
+    ):
+        assert flops(foo_ops.dequantize_weight, *quantized)[0] == expected
+    assert flops(foo_ops.dequantize_mxfp4, *foo_ops.quantize_mxfp4(weight))[0] == 6 * 64
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_rotations_count_what_turns(inplace, device):
     input = torch.randn(2, 3, 10, device=device)
