@@ -185,57 +185,63 @@ def make_rows_kernel(dtype: str) -> Kernel:
 
     @njit
     def sizes_of_block(rows, block):
-        return (round_up(rows.section // SMALLEST_CUT, LANES),)
+        cuts = (block.row_stop - block.row_start) * (rows.section // SMALLEST_CUT)
+        return (round_up(cuts, LANES),)
 
     def describe(cuts: Any) -> dict[str, Any]:
         return {"magnitudes": cuts, "scales": cuts, "inverses": cuts}
 
     @njit
-    def find_scales(memory, line, count, size):
-        """Find the scales of adjacent cuts, and their inverses.
+    def find_scales(rows, block, memory, start, count, size):
+        """Find the scales of a block's cuts, row by row, and their inverses.
 
         All at once, since a scale takes long and processors do not look so far ahead: with groups
-        of 64, a Zen 4 rounds rows in 0.5 to 0.7 of the time that it takes group by group.
+        of 64, a Zen 4 rounds rows in 0.5 to 0.7 of the time that it takes group by group. It waits
+        for a vector of magnitudes that have just been stored one by one.
         """
-        magnitudes, cuts = as_integers(address_of(memory.magnitudes)), (count + size - 1) // size
-        for cut in range(cuts):
-            first = cut * size
-            store(magnitudes, cut, largest(shift(line, first), min(size, count - first)))
+        magnitudes, cuts = as_integers(address_of(memory.magnitudes)), 0
+        for row in range(block.row_start, block.row_stop):
+            line = shift(rows.source, row * rows.row_stride + start)
+            for first in range(0, count, size):
+                store(magnitudes, cuts, largest(shift(line, first), min(size, count - first)))
+                cuts += 1
         for cut in range(0, cuts, LANES):
             scale, inverse = scale_of_bytes(load_vector(magnitudes, cut, LANES))
             store(memory.scales, cut, scale)
             store(memory.inverses, cut, inverse)
 
     @njit
-    def round_section(rows, memory, line, row, start, count):
-        """Round the steps of a row from ``start`` on."""
+    def round_section(rows, memory, row, start, count, found):
+        """Round the steps of a row from ``start`` on; ``found`` is the place of its first scale."""
         has_groups = rows.group_size != 0
         size = rows.group_size if has_groups else rows.section
-        if has_groups:
-            find_scales(memory, line, count, size)
+        line = shift(rows.source, row * rows.row_stride + start)
         integers = shift(rows.integers, start * rows.padded_rows + row * rows.section)
         factor = start // size * rows.padded_rows + row
         for cut in range((count + size - 1) // size):
             first = cut * size
-            some, scale = min(size, count - first), load(memory.scales, cut)
+            some, scale = min(size, count - first), load(memory.scales, found + cut)
             padded = some if has_groups else round_up(some, PADDING)
             total = round_bytes(
                 shift(integers, first), shift(line, first), some, padded,
-                load(memory.inverses, cut),
+                load(memory.inverses, found + cut),
             )  # fmt: skip
             store(rows.scales, factor, scale)
             store(rows.sums, factor, number(total) * scale)
             factor += rows.padded_rows
 
     def round_block(rows, block, memory):
-        depth, section = rows.depth, rows.section
-        for row in range(block.row_start, block.row_stop):
-            line = shift(rows.source, row * rows.row_stride)
-            if rows.group_size == 0:
-                find_scales(memory, line, depth, max(1, depth))
-            for start in range(0, depth, section):
-                part, count = shift(line, start), min(section, depth - start)
-                round_section(rows, memory, part, row, start, count)
+        depth, section, size = rows.depth, rows.section, rows.group_size
+        if size == 0:
+            find_scales(rows, block, memory, 0, depth, max(1, depth))
+        for start in range(0, depth, section):
+            count, scales_of_row = min(section, depth - start), 1
+            if size != 0:
+                find_scales(rows, block, memory, start, count, size)
+                scales_of_row = count // size
+            for row in range(block.row_start, block.row_stop):
+                found = (row - block.row_start) * scales_of_row
+                round_section(rows, memory, row, start, count, found)
 
     layout = Scratch(COMPUTE, sizes_of_block, describe)
     return make_kernel_with_scratch(round_block, layout, rows_argument_types(dtype))
