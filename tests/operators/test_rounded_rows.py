@@ -216,8 +216,8 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
             zero.data_ptr(), groups, size if has_groups else 0, 0, padded, factors.data_ptr(),
             factors.data_ptr(),
         )
-        # The output is not transposed, and one vector holds the rest of a line.
-        unused = ("square",) if columns % 16 else ("square", "rest")
+        # Many rows pack columns by squares; one vector holds the rest of a line.
+        unused = (*["square"] * is_few, *["rest"] * (columns % 16 == 0))
         call_with_fences(kernel, function, arguments, (number * 4)(0, rows, 0, columns), unused)
 
 function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve("integer_rows", dtype))

@@ -622,8 +622,8 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
     """Make ``pack_panel(product, memory, start, column, stop)``: a section of up to WIDTH columns.
 
     The scales of its cuts, the sums that their integers begin with, and the rests of zeros are
-    packed, too; it returns whether any of these is not 0. What is behind the last column, or the
-    last step, is not zero: its results are not written, or those of zeros of rows.
+    packed, too; it returns whether any of these is not 0. Integers behind the last column or step
+    may be any: their results are not written, or rows have zeros there.
     """
     LANES, PER_BYTE = lanes_of(COMPUTE), 8 // CODE_BITS[CODES]
     HAS_ZEROS, ON_UNIT, BYTES = CODES == INT4, use_matrix_unit(), LANE_BYTES * LANES
