@@ -369,7 +369,8 @@ def test_joined_layers_in_a_forward(keep_weights):
             assert is_right(one, of_one)
 
     def parts():
-        return len({layer(one).untyped_storage().data_ptr() for layer in layers})
+        outputs = [layer(one) for layer in layers]
+        return len({it.untyped_storage().data_ptr() for it in outputs})
 
     with torch.no_grad(), multiplied_together(attention, PROJECTIONS, one):
         assert parts() == 1
