@@ -5,6 +5,7 @@ import inspect
 import pickle
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
 from foo_ops.integrations.transformers.attention_layers import FooRotaryAttention
 from foo_ops.integrations.transformers.cache import Integers
-from foo_ops.integrations.transformers.quantized import JOINED
+from foo_ops.integrations.transformers.decoding import PROJECTIONS
+from foo_ops.integrations.transformers.quantized import JOINED, multiplied_together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -346,6 +348,60 @@ def test_parametrized_weights_and_biases_are_used():
         expected = decode(apply(twin, quantize=quantize), inputs, DynamicCache())
         results = decode(model, inputs, DynamicCache())
         torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_joined_layers_in_a_forward(keep_weights):
+    """They return parts of one product for its input, and compute others themselves."""
+    model = apply(wide(), quantize=4, keep_weights=keep_weights)
+    attention = model.model.layers[0].self_attn
+    layers = [attention.get_submodule(name) for name in PROJECTIONS]
+    one, other = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        of_one, of_other = ([layer(it) for layer in layers] for it in (one, other))
+
+    def is_right(input, expected):
+        return all(torch.equal(layer(input), it) for layer, it in zip(layers, expected))
+
+    def take_other():
+        with torch.no_grad(), multiplied_together(attention, PROJECTIONS, other):
+            assert is_right(other, of_other)
+            assert is_right(one, of_one)
+
+    def parts():
+        outputs = [layer(one) for layer in layers]
+        return len({it.untyped_storage().data_ptr() for it in outputs})
+
+    with torch.no_grad(), multiplied_together(attention, PROJECTIONS, one):
+        assert parts() == 1
+        assert is_right(one, of_one)
+        assert is_right(other, of_other)
+        assert is_right(one.clone(), of_one)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(take_other).result()
+        assert is_right(one, of_one)
+    with torch.no_grad():
+        assert parts() == 3
+        with pytest.raises(KeyError), multiplied_together(attention, PROJECTIONS, one):
+            raise KeyError
+        assert parts() == 3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_joined_layers_of_prompts(bits):
+    """Prompts, and further tokens of prompts, give the same as layers apart."""
+    model, inputs = apply(wide("Qwen2"), quantize=bits), tokens(2, 9)
+    apart = separate(model)
+    assert (len(joints(model)), len(joints(apart))) == (4, 0)
+    with torch.no_grad():
+        for use_cache in (True, False):
+            found, expected = (it(inputs, use_cache=use_cache).logits for it in (model, apart))
+            assert torch.equal(found, expected)
+        found, expected = (
+            it(inputs[:, 4:], past_key_values=it(inputs[:, :4]).past_key_values).logits
+            for it in (model, apart)
+        )
+    assert torch.equal(found, expected)
 
 
 def test_layers_of_different_kinds_are_not_joined():

@@ -150,9 +150,10 @@ def test_others_keep_their_weights():
     assert narrow.weight.shape == (4, 31)
 
 
-def test_layers_with_the_same_input_are_joined(monkeypatch):
-    """In one product, while no adapter, hook or act-order is in the way."""
-    model, inputs = apply(wide(), quantize=4, keep_weights=False).eval(), tokens(1, 1)
+@pytest.mark.parametrize("length", [1, 5])
+def test_layers_with_the_same_input_are_joined(length, monkeypatch):
+    """In one product, while no adapter, hook or act-order is in the way; in prompts, too."""
+    model, inputs = apply(wide(), quantize=4, keep_weights=False).eval(), tokens(1, length)
     expected, widths = run(model, None, inputs), []
     product = quantized.quantized_product
 

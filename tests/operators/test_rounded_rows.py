@@ -216,8 +216,8 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
             zero.data_ptr(), groups, size if has_groups else 0, 0, padded, factors.data_ptr(),
             factors.data_ptr(),
         )
-        # The output is not transposed, and one vector holds the rest of a line.
-        unused = ("square",) if columns % 16 else ("square", "rest")
+        # Many rows pack columns by squares; one vector holds the rest of a line.
+        unused = (*["square"] * is_few, *["rest"] * (columns % 16 == 0))
         call_with_fences(kernel, function, arguments, (number * 4)(0, rows, 0, columns), unused)
 
 function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve("integer_rows", dtype))
@@ -236,3 +236,36 @@ for depth, size in ((515, 0), (960, 32), (704, 64)):
 @pytest.mark.parametrize("dtype", ["float32", *whole("bfloat16", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
     run(FENCED, tmp_path, dtype)
+
+
+# Behind each tensor begins a page that must not be read.
+AT_THE_END = """
+import ctypes, mmap
+import torch
+import foo_ops
+
+PAGES, PAGE = 16, mmap.PAGESIZE
+
+def at_end(tensor):
+    memory = mmap.mmap(-1, PAGES * PAGE)
+    last = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + (PAGES - 1) * PAGE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(last), ctypes.c_size_t(PAGE), 0) == 0
+    place = (PAGES - 1) * PAGE - tensor.nbytes
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+    return copy.view(tensor.shape).copy_(tensor)
+
+for rows in (3, 70):
+    for columns in (1, 16, 48):
+        for depth in (32, 96, 160):
+            input, weight = torch.randn(rows, depth), torch.randn(columns, depth)
+            for bits, group_size in ((8, None), (4, 32)):
+                integers = foo_ops.quantize_weight(weight, bits, group_size=group_size)
+                multiply = foo_ops.linear_int8 if bits == 8 else foo_ops.linear_int4
+                options = {"activations": 8, **({"group_size": 32} if bits == 4 else {})}
+                found = multiply(*map(at_end, (input, *integers)), **options)
+                assert torch.equal(found, multiply(input, *integers, **options))
+"""
+
+
+def test_nothing_behind_tensors_is_read(tmp_path):
+    run(AT_THE_END, tmp_path)

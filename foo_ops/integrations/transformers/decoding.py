@@ -24,7 +24,7 @@ from foo_ops.integrations.transformers.attention_layers import (
     form_of,
     in_place_of_sdpa,
 )
-from foo_ops.integrations.transformers.quantized import FooJoined, products
+from foo_ops.integrations.transformers.quantized import FooJoined, multiplied_together, products
 from foo_ops.integrations.transformers.replacement import are_alike, is_near, stand_in, with_globals
 
 PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
@@ -113,7 +113,7 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
     """Replaces attention layers such as Llama's, and Qwen 3's with norms of query and key.
 
     The layer's own forward is called unless the call is for one further token in a cache, with
-    foo's attention.
+    foo's attention. Joined projections are one product in either case.
 
     Attributes:
         own_forward: the layer's own, with our rotation and our attention.
@@ -158,18 +158,18 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         given = hidden_states, position_embeddings, attention_mask, past_key_values
+        if torch.compiler.is_compiling() or self.training:
+            return self.own_forward(*given, **kwargs)
+        attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
         if (
-            torch.compiler.is_compiling()
-            or self.training
+            attention is None
             or past_key_values is None
             or hidden_states.dim() != 3
             or hidden_states.shape[1] != 1
             or not UNREAD.issuperset(kwargs)
         ):
-            return self.own_forward(*given, **kwargs)
-        attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
-        if attention is None:
-            return self.own_forward(*given, **kwargs)
+            with multiplied_together(self, PROJECTIONS, hidden_states):
+                return self.own_forward(*given, **kwargs)
         return step(self, self.form, self.window_of(self), *given, attention), None
 
 

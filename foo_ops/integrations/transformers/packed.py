@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from foo_ops.integrations.transformers.quantized import quantized_product
+from foo_ops.integrations.transformers.quantized import quantized_product, ready_output
 from foo_ops.integrations.transformers.replacement import can_multiply, has_hooks
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.linear_quantized import dequantize_weight
@@ -75,9 +75,11 @@ class FooPackedLinear(nn.Linear):
         weight, scale, zero, order, table: see `Integers`.
         stored_format: the `Format` of formats.py that the layer was read from, or None.
         foo_activations: bits to which the input is rounded for integers: 8 or None.
+        foo_ready: an input and the output for it: see `FooQuantizedLinear`.
     """
 
     foo_activations: int | None = None
+    foo_ready: tuple[Tensor, Tensor] | None = None
     weight: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -127,6 +129,8 @@ class FooPackedLinear(nn.Linear):
         return None if self.scale.dim() == 1 else self.in_features // self.scale.shape[1]
 
     def forward(self, input: Tensor) -> Tensor:
+        if (ready := ready_output(self, input)) is not None:
+            return ready
         if self.order is not None:
             input = input.index_select(-1, self.order)
         dtype = input.dtype

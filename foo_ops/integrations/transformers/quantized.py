@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -121,9 +122,11 @@ def total_of(weight: Tensor) -> Tensor:
     per_integer = 8 // flat.element_size()
     if flat.storage_offset() % per_integer:
         flat = flat.clone()
-    whole = flat.numel() - flat.numel() % per_integer
-    rest = flat[whole:].view(INTEGERS[flat.element_size()])
-    return flat[:whole].view(torch.int64).sum() + rest.sum()
+    count = flat.numel() % per_integer
+    if count == 0:
+        return flat.view(torch.int64).sum()
+    whole, rest = flat[:-count].view(torch.int64), flat[-count:].view(INTEGERS[flat.element_size()])
+    return whole.sum() + rest.sum()
 
 
 def note_of(weight: Tensor) -> Tensor:
@@ -299,9 +302,11 @@ class FooQuantizedLinear(Quantized):
 
     Attributes:
         foo_activations: bits to which the input is rounded: 8 or None.
+        foo_ready: an input and the output for it: see `multiplied_together`.
     """
 
     foo_activations: int | None = None
+    foo_ready: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None
     names_to_join = OF_LAYER.buffers
 
@@ -319,6 +324,8 @@ class FooQuantizedLinear(Quantized):
         vars(module).pop("foo_activations", None)
 
     def forward(self, input: Tensor) -> Any:
+        if (ready := ready_output(self, input)) is not None:
+            return ready
         own = self._parameters
         weight = own.get("weight")
         # Attribute lookup is slow, and only needed under a parametrization.
@@ -788,21 +795,52 @@ def layout_of(tensor: Tensor | None) -> Any:
 
 def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor]:
     """Return the outputs of some layers for one input, by one product if they are joined."""
-    layers: Any = [module._modules[name] for name in names]
+    outputs = joint_products(module, names, input)
+    return [module._modules[name](input) for name in names] if outputs is None else outputs
+
+
+def joint_products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor] | None:
+    """Return the outputs of joined layers for one input, or None if one product does not do."""
     # A compiled graph would depend on the identity of the buffers.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
-    if joined is None or not all(joins(layer, input) for layer in layers):
-        return [layer(input) for layer in layers]
+    if joined is None:
+        return None
+    layers: Any = [module._modules[name] for name in names]
+    if not all(joins(layer, input) for layer in layers):
+        return None
     biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
     if len(biases) not in (0, len(layers)) or not joined.holds(layers):
-        return [layer(input) for layer in layers]
+        return None
     bits = {layer.foo_activations for layer in layers}
     if len(bits) > 1:
-        return [layer(input) for layer in layers]
+        return None
     weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
     output = quantized_product(input, weight, scale, zero, bias, bits.pop(), joined.table)
     return output.split_with_sizes(joined.rows, -1)
+
+
+@contextlib.contextmanager
+def multiplied_together(module: Any, names: Sequence[str], input: Tensor) -> Iterator[None]:
+    """Let joined layers return parts of one product while a forward calls them with ``input``.
+
+    A layer that another thread's forward has taken computes its output itself.
+    """
+    outputs = joint_products(module, names, input)
+    layers = [] if outputs is None else [module._modules[name] for name in names]
+    for layer, output in zip(layers, outputs or ()):
+        vars(layer)["foo_ready"] = input, output
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("foo_ready", None)
+
+
+def ready_output(layer: Any, input: Tensor) -> Tensor | None:
+    """Return a layer's output for this input, if `multiplied_together` has computed it."""
+    ready = layer.foo_ready
+    return ready[1] if ready is not None and ready[0] is input else None
 
 
 def joins(layer: Any, input: Tensor) -> bool:

@@ -69,6 +69,7 @@ from foo_ops.kernels.simd.fixed_point import (
     largest_lane,
     scale_of_bytes,
     split_codes,
+    split_zeros,
     store_bytes,
     sum_of_lanes,
 )
@@ -93,7 +94,13 @@ from foo_ops.kernels.simd.register_tiles import (
     tile_store,
     tile_store_sums,
 )
-from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.transpose import (
+    make_copy_row,
+    make_fill,
+    round_up,
+    transpose_adjacent,
+    transpose_square,
+)
 from foo_ops.kernels.simd.types import ELEMENTS, Pointer, lanes_of
 
 LARGEST_FINITE = 0x7F7F_FFFF
@@ -178,57 +185,63 @@ def make_rows_kernel(dtype: str) -> Kernel:
 
     @njit
     def sizes_of_block(rows, block):
-        return (round_up(rows.section // SMALLEST_CUT, LANES),)
+        cuts = (block.row_stop - block.row_start) * (rows.section // SMALLEST_CUT)
+        return (round_up(cuts, LANES),)
 
     def describe(cuts: Any) -> dict[str, Any]:
         return {"magnitudes": cuts, "scales": cuts, "inverses": cuts}
 
     @njit
-    def find_scales(memory, line, count, size):
-        """Find the scales of adjacent cuts, and their inverses.
+    def find_scales(rows, block, memory, start, count, size):
+        """Find the scales of a block's cuts, row by row, and their inverses.
 
         All at once, since a scale takes long and processors do not look so far ahead: with groups
-        of 64, a Zen 4 rounds rows in 0.5 to 0.7 of the time that it takes group by group.
+        of 64, a Zen 4 rounds rows in 0.5 to 0.7 of the time that it takes group by group. It waits
+        for a vector of magnitudes that have just been stored one by one.
         """
-        magnitudes, cuts = as_integers(address_of(memory.magnitudes)), (count + size - 1) // size
-        for cut in range(cuts):
-            first = cut * size
-            store(magnitudes, cut, largest(shift(line, first), min(size, count - first)))
+        magnitudes, cuts = as_integers(address_of(memory.magnitudes)), 0
+        for row in range(block.row_start, block.row_stop):
+            line = shift(rows.source, row * rows.row_stride + start)
+            for first in range(0, count, size):
+                store(magnitudes, cuts, largest(shift(line, first), min(size, count - first)))
+                cuts += 1
         for cut in range(0, cuts, LANES):
             scale, inverse = scale_of_bytes(load_vector(magnitudes, cut, LANES))
             store(memory.scales, cut, scale)
             store(memory.inverses, cut, inverse)
 
     @njit
-    def round_section(rows, memory, line, row, start, count):
-        """Round the steps of a row from ``start`` on."""
+    def round_section(rows, memory, row, start, count, found):
+        """Round the steps of a row from ``start`` on; ``found`` is the place of its first scale."""
         has_groups = rows.group_size != 0
         size = rows.group_size if has_groups else rows.section
-        if has_groups:
-            find_scales(memory, line, count, size)
+        line = shift(rows.source, row * rows.row_stride + start)
         integers = shift(rows.integers, start * rows.padded_rows + row * rows.section)
         factor = start // size * rows.padded_rows + row
         for cut in range((count + size - 1) // size):
             first = cut * size
-            some, scale = min(size, count - first), load(memory.scales, cut)
+            some, scale = min(size, count - first), load(memory.scales, found + cut)
             padded = some if has_groups else round_up(some, PADDING)
             total = round_bytes(
                 shift(integers, first), shift(line, first), some, padded,
-                load(memory.inverses, cut),
+                load(memory.inverses, found + cut),
             )  # fmt: skip
             store(rows.scales, factor, scale)
             store(rows.sums, factor, number(total) * scale)
             factor += rows.padded_rows
 
     def round_block(rows, block, memory):
-        depth, section = rows.depth, rows.section
-        for row in range(block.row_start, block.row_stop):
-            line = shift(rows.source, row * rows.row_stride)
-            if rows.group_size == 0:
-                find_scales(memory, line, depth, max(1, depth))
-            for start in range(0, depth, section):
-                part, count = shift(line, start), min(section, depth - start)
-                round_section(rows, memory, part, row, start, count)
+        depth, section, size = rows.depth, rows.section, rows.group_size
+        if size == 0:
+            find_scales(rows, block, memory, 0, depth, max(1, depth))
+        for start in range(0, depth, section):
+            count, scales_of_row = min(section, depth - start), 1
+            if size != 0:
+                find_scales(rows, block, memory, start, count, size)
+                scales_of_row = count // size
+            for row in range(block.row_start, block.row_stop):
+                found = (row - block.row_start) * scales_of_row
+                round_section(rows, memory, row, start, count, found)
 
     layout = Scratch(COMPUTE, sizes_of_block, describe)
     return make_kernel_with_scratch(round_block, layout, rows_argument_types(dtype))
@@ -389,7 +402,7 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     rows of the block. Sums of integers stay in registers for a cut, and are then added to sums of
     float32. A matrix unit takes cuts of whole registers, which groups of 32 are not.
     """
-    LANES, on_unit = lanes_of(COMPUTE), use_matrix_unit()
+    LANES, on_unit, has_zeros = lanes_of(COMPUTE), use_matrix_unit(), CODES == INT4
     ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
     WIDTH = TILE_MULTIPLE if on_unit else VECTORS * LANES
     PER_BYTE = 8 // CODE_BITS[CODES]
@@ -410,10 +423,9 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     def describe(rows: Any, columns: Any, quads: Any, cuts: Any) -> dict[str, Any]:
         return {
             "panel": WIDTH * quads,
-            "strip": LANES * quads,
             "scales": WIDTH * cuts,
             "first_sums": WIDTH * cuts,
-            **({"rests": WIDTH * cuts} if CODES == INT4 else {}),
+            **({"codes": WIDTH // PER_BYTE * quads, "rests": WIDTH * cuts} if has_zeros else {}),
             **({"products": TILE_MULTIPLE * WIDTH} if on_unit else {}),
             "sums": rows * columns,
             "bias": larger(rows, columns) + LANES,
@@ -606,74 +618,84 @@ def _make_unit_band(CODES: str, WIDTH: int) -> tuple[Callable, Callable, Callabl
     return multiply_on_unit, begin, end
 
 
-LARGEST_ZERO = 64
-"""Magnitude up to which a zero's whole part is subtracted from integers of 4 bits, as bytes."""
-
-
-@njit
-def whole_part(zero):
-    """Return the integer that is subtracted from weights for a zero: 0 for NaN."""
-    return types.int8(zero) if -LARGEST_ZERO <= zero <= LARGEST_ZERO else types.int8(0)
-
-
 def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
     """Make ``pack_panel(product, memory, start, column, stop)``: a section of up to WIDTH columns.
 
     The scales of its cuts, the sums that their integers begin with, and the rests of zeros are
-    packed, too; it returns whether any of these is not 0. What is behind the last column, or the
-    last step, is not zero: its results are not written, or those of zeros of rows.
+    packed, too; it returns whether any of these is not 0. Integers behind the last column or step
+    may be any: their results are not written, or rows have zeros there.
     """
     LANES, PER_BYTE = lanes_of(COMPUTE), 8 // CODE_BITS[CODES]
-    HAS_ZEROS, ON_UNIT = CODES == INT4, use_matrix_unit()
-    # A group of 32 integers of 4 bits is 16 bytes.
-    VECTOR = 16 if HAS_ZEROS else LANE_BYTES * LANES
-    number = ELEMENTS[COMPUTE].compute
+    HAS_ZEROS, ON_UNIT, BYTES = CODES == INT4, use_matrix_unit(), LANE_BYTES * LANES
     as_bytes, as_quads, as_integers = pointer_to("int8"), pointer_to(QUADS), pointer_to("int32")
+    none = ELEMENTS[COMPUTE].compute(0)
 
     @njit
-    def unpack_bytes(target, source, count, half, zero):
-        whole = count // VECTOR * VECTOR
-        for byte in range(0, whole, VECTOR):
-            split_codes(shift(target, byte), half, shift(source, byte), zero, VECTOR, CODES)
-        for byte in range(whole, count):
-            split_codes(shift(target, byte), half, shift(source, byte), zero, 1, CODES)
+    def transpose_bytes(target, square, source, stride, columns, count):
+        """Set target[quad, column] to four adjacent bytes of a column, for ``count`` bytes.
+
+        Behind the last byte and the last column it reads nothing, and writes any number.
+        """
+        copied = as_bytes(address_of(square))
+        for first in range(0, columns, LANES):
+            some_columns = min(LANES, columns - first)
+            for byte in range(0, count, BYTES):
+                corner = shift(target, byte // LANE_BYTES * WIDTH + first)
+                place, some = shift(source, first * stride + byte), min(BYTES, count - byte)
+                if some_columns == LANES and some == BYTES:
+                    transpose_adjacent(corner, WIDTH, place, stride, LANES)
+                    continue
+                for column in range(some_columns):
+                    for index in range(some):
+                        value = types.int8(load(place, column * stride + index))
+                        store(copied, column * BYTES + index, value)
+                transpose_adjacent(corner, WIDTH, copied, BYTES, LANES)
 
     @njit
-    def unpack_column(product, target, column, start, count):
-        source = shift(product.right, column * product.right_column_stride + start // PER_BYTE)
-        if not HAS_ZEROS:
-            unpack_bytes(target, source, count, 0, types.int8(0))
-            return
-        size = product.group_size
-        half, group = size // PER_BYTE, start // size
-        zeros = shift(product.zero, column * product.zero_column_stride + group)
-        for cut in range(count // size):
-            zero = whole_part(load(zeros, cut))
-            unpack_bytes(shift(target, cut * size), shift(source, cut * half), half, half, zero)
+    def transpose_numbers(target, square, source, stride, columns, count):
+        """Set target[number, column] to a number of a column, and to 0 behind the last column."""
+        for first in range(0, WIDTH, LANES):
+            some_columns = max(0, min(LANES, columns - first))
+            for number in range(0, count, LANES):
+                for column in range(some_columns):
+                    place = shift(source, (first + column) * stride)
+                    some = load_first(place, number, min(LANES, count - number), LANES)
+                    store(square, column * LANES, some)
+                for column in range(some_columns, LANES):
+                    store(square, column * LANES, splat(none, LANES))
+                corner = shift(target, number * WIDTH + first)
+                transpose_square(corner, WIDTH, square, LANES, LANES)
 
     @njit
     def pack_scales(product, memory, start, count, column, columns):
         has_groups = product.group_size != 0
-        size = product.group_size if has_groups else count
-        group = start // size if has_groups else 0
-        for other in range(columns):
-            scales = shift(product.scale, (column + other) * product.scale_column_stride + group)
-            for cut in range(count // size):
-                store(memory.scales, cut * WIDTH + other, load(scales, cut))
+        cuts, group = 1, 0
+        if has_groups:
+            cuts, group = count // product.group_size, start // product.group_size
+        scales = shift(product.scale, column * product.scale_column_stride + group)
+        transpose_numbers(
+            memory.scales, memory.square, scales, product.scale_column_stride, columns, cuts
+        )
 
     @njit
-    def pack_rests(product, memory, start, count, column, columns):
-        if not HAS_ZEROS:
-            return False
-        has_rests, group = False, start // product.group_size
-        for other in range(columns):
-            zeros = shift(product.zero, (column + other) * product.zero_column_stride + group)
-            for cut in range(count // product.group_size):
-                zero, place = load(zeros, cut), cut * WIDTH + other
-                rest = number(whole_part(zero)) - zero
-                has_rests |= rest != 0
-                store(memory.rests, place, rest * load(memory.scales, place))
-        return has_rests
+    def split_panel(memory, panel, cuts, size):
+        """Split bytes into integers of 4 bits, from which the whole parts of zeros are subtracted.
+
+        It returns whether any zero has a rest; rests times scales take the place of the zeros.
+        """
+        codes, half = as_quads(address_of(memory.codes)), size // PER_BYTE // LANE_BYTES
+        largest = splat(types.int32(0), LANES)
+        for cut in range(cuts):
+            for column in range(0, WIDTH, LANES):
+                place = cut * WIDTH + column
+                integers, rests = split_zeros(load_vector(memory.rests, place, LANES))
+                largest = larger_magnitudes(largest, rests)
+                store(memory.rests, place, rests * load_vector(memory.scales, place, LANES))
+                target = shift(panel, cut * half * PER_BYTE * WIDTH + column)
+                for quad in range(half):
+                    source = (cut * half + quad) * WIDTH + column
+                    split_codes(shift(target, quad * WIDTH), half * WIDTH, codes, source, integers)
+        return largest_lane(largest) != 0
 
     @njit
     def begin_sums(product, memory, panel, count):
@@ -690,23 +712,29 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
                 store(first_sums, cut * WIDTH + column, total)
 
     @njit
+    def pack_integers(product, memory, panel, start, count, column, columns):
+        """Pack the integers of a section, and return whether zeros have rests."""
+        stride = product.right_column_stride
+        source = shift(product.right, column * stride + start // PER_BYTE)
+        if not HAS_ZEROS:
+            transpose_bytes(panel, memory.square, source, stride, columns, count)
+            return False
+        size = product.group_size
+        zeros = shift(product.zero, column * product.zero_column_stride + start // size)
+        transpose_numbers(
+            memory.rests, memory.square, zeros, product.zero_column_stride, columns, count // size
+        )
+        codes = as_quads(address_of(memory.codes))
+        transpose_bytes(codes, memory.square, source, stride, columns, count // PER_BYTE)
+        return split_panel(memory, panel, count // size, size)
+
+    @njit
     def pack_panel(product, memory, start, column, stop):
-        section, count = product.left_row_stride, count_of_section(product, start)
-        columns = min(WIDTH, stop - column)
-        strip, panel = as_bytes(address_of(memory.strip)), as_quads(address_of(memory.panel))
-        quads, steps = as_quads(address_of(memory.strip)), quads_of(count, LANE_BYTES)
-        for first in range(0, columns, LANES):
-            for other in range(min(LANES, columns - first)):
-                unpack_column(
-                    product, shift(strip, other * section), column + first + other, start, count
-                )
-            for step in range(0, steps, LANES):
-                transpose_square(
-                    shift(panel, step * WIDTH + first), WIDTH, shift(quads, step),
-                    section // LANE_BYTES, LANES,
-                )  # fmt: skip
-        begin_sums(product, memory, panel, count)
+        count, columns = count_of_section(product, start), min(WIDTH, stop - column)
+        panel = as_quads(address_of(memory.panel))
         pack_scales(product, memory, start, count, column, columns)
-        return pack_rests(product, memory, start, count, column, columns)
+        has_rests = pack_integers(product, memory, panel, start, count, column, columns)
+        begin_sums(product, memory, panel, count)
+        return has_rests
 
     return pack_panel

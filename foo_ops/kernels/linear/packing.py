@@ -29,7 +29,7 @@ from foo_ops.kernels.simd.narrow import PAIRS, interleave, load_interleaved
 from foo_ops.kernels.simd.transpose import (
     make_copy_row,
     round_up,
-    transpose_adjacent_pairs,
+    transpose_adjacent,
     transpose_pairs,
     transpose_square,
 )
@@ -400,7 +400,7 @@ def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
             some = min(LANES, columns - column)
             first = whole if some == LANES else 0
             for step in range(0, first, LANES):
-                transpose_adjacent_pairs(
+                transpose_adjacent(
                     shift(place, step * WIDTH), WIDTH, shift(line, 2 * step), column_stride, LANES
                 )
             for lane in range(some):

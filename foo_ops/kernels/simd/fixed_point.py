@@ -630,27 +630,53 @@ def unpack_bytes(typing_context, target, source, scale, lanes):
     return types.void(target, source, compute, lanes), generate
 
 
-@intrinsic(prefer_literal=True)
-def split_codes(typing_context, target, half, source, zero, count, codes):
-    """Store the integers of ``count`` adjacent bytes, minus an integer zero, as bytes with a sign.
+LARGEST_ZERO = 64
+"""Magnitude up to which a zero's whole part is subtracted from integers of 4 bits, as bytes."""
 
-    With INT4, the lower integers are adjacent, and the upper ones follow ``half`` elements on.
+
+@intrinsic
+def split_zeros(typing_context, zeros):
+    """Split zeros into integers, each four times in 32 bits, and what is left: integers - zeros.
+
+    Zeros that are too large, and NaN, have the integer 0.
+    """
+    quads = Vector(types.int32, zeros.lanes)
+
+    def generate(context, builder, signature, args):
+        words, numbers = ir.VectorType(INT32, zeros.lanes), args[0]
+        name = f"llvm.fabs.{suffix(numbers.type)}"
+        magnitudes = call_intrinsic(builder, name, numbers.type, [numbers])
+        is_small = builder.fcmp_ordered("<=", magnitudes, constant_of(numbers.type, LARGEST_ZERO))
+        integers = builder.select(is_small, builder.fptosi(numbers, words), constant_of(words, 0))
+        rests = builder.fsub(builder.sitofp(integers, numbers.type), numbers)
+        lowest = builder.and_(integers, constant_of(words, 0xFF))
+        repeated = builder.mul(lowest, constant_of(words, 0x01010101))
+        return context.make_tuple(builder, signature.return_type, (repeated, rests))
+
+    return types.Tuple((quads, zeros))(zeros), generate
+
+
+@intrinsic
+def split_codes(typing_context, target, half, codes, index, zeros):
+    """Store the lower and the upper 4 bits of bytes, minus integers, as bytes with a sign.
+
+    Bytes are quads, those of a vector at ``index`` of ``codes``. The upper ones follow ``half``
+    elements on.
     """
 
     def generate(context, builder, signature, args):
-        target_pointer, distance, source_pointer, scalar, *_ = args
-        bytes_ = _load_bytes(builder, source_pointer, count.literal_value)
-        zeros, parts = emit_splat(builder, scalar, bytes_.type.count), [bytes_]
-        if codes.literal_value == INT4:
-            lower = builder.and_(bytes_, constant_of(bytes_.type, 15))
-            parts = [lower, builder.lshr(bytes_, constant_of(bytes_.type, 4))]
-        for number, part in enumerate(parts):
-            place = builder.gep(target_pointer, [builder.mul(distance, INT64(number))])
-            address = builder.bitcast(place, part.type.as_pointer())
-            builder.store(builder.sub(part, zeros), address, align=1)
+        place, distance, source, start, integers = args
+        bytes_ = ir.VectorType(INT8, LANE_BYTES * zeros.lanes)
+        both = emit_load_vector(builder, codes.dtype, source, start, zeros.lanes)
+        both, integers = (builder.bitcast(it, bytes_) for it in (both, integers))
+        lower = builder.and_(both, constant_of(bytes_, 15))
+        upper = builder.lshr(both, constant_of(bytes_, 4))
+        for part, address in ((lower, place), (upper, builder.gep(place, [distance]))):
+            address = builder.bitcast(address, bytes_.as_pointer())
+            builder.store(builder.sub(part, integers), address, align=1)
         return context.get_dummy_value()
 
-    return types.void(target, types.intp, source, types.int8, count, codes), generate
+    return types.void(target, types.intp, codes, types.intp, zeros), generate
 
 
 @intrinsic(prefer_literal=True)

@@ -69,21 +69,22 @@ def transpose_products(
 
 
 @intrinsic(prefer_literal=True)
-def transpose_adjacent_pairs(typing_context, target, target_stride, source, source_stride, lanes):
-    """Set target[j, i] to the pair of source[i, 2 * j] and source[i, 2 * j + 1].
+def transpose_adjacent(typing_context, target, target_stride, source, source_stride, lanes):
+    """Set target[j, i] to the adjacent numbers of source[i] that begin at parts * j.
 
-    There are LANES x LANES pairs. The source is bfloat16, the target bfloat16x2. Strides are in
-    elements of each.
+    There are LANES x LANES elements of the target, each of ``parts`` numbers in 32 bits: pairs or
+    quads. Strides are in elements of each.
     """
     count = lanes.literal_value
 
     def generate(context, builder, signature, args):
         target_pointer, target_step, source_pointer, source_step, _ = args
-        pairs = ir.VectorType(INT32, count).as_pointer()
+        elements = ir.VectorType(INT32, count).as_pointer()
         rows = []
         for row in range(count):
             place = builder.gep(source_pointer, [builder.mul(source_step, INT64(row))])
-            rows.append(builder.load(builder.bitcast(place, pairs), align=2))
+            address = builder.bitcast(place, elements)
+            rows.append(builder.load(address, align=ELEMENTS[source.dtype].size))
         columns = _transposed(builder, rows)
         _store_rows(builder, target, target_pointer, target_step, columns)
         return context.get_dummy_value()

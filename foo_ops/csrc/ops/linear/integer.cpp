@@ -21,6 +21,8 @@ constexpr int64_t kMostSteps = 1 << 17;
 constexpr int64_t kRowMultiple = 32;
 // Rows that a thread rounds at a time.
 constexpr int64_t kRowsOfJob = 16;
+// Most columns of a block.
+constexpr int64_t kColumnsOfBlock = 2 * kTile;
 
 // Kernels of few rows, which round the rows themselves.
 Kernel& few_rows_kernel(const QuantizedWeights& weights) {
@@ -59,6 +61,15 @@ void round_rows(const IntegerRows& rows, at::ScalarType dtype) {
   run_jobs(
       rows, kernel, count_of(rows.rows, kRowsOfJob), block_of(0),
       [&](int64_t job, int64_t, const auto& call) { call(block_of(job)); }, cost);
+}
+
+// Panels of weights are packed once per block, so blocks have many rows and few columns: sums and a
+// section of the rows take three quarters of the second-level cache. With 768 rows of 1024 and 2816
+// steps, a Zen 4 takes 0.98 to 0.99 of the time that it takes with 384 rows and 256 columns.
+Cut cut_of(const Product& product) {
+  constexpr int64_t bytes_of_row = kSection + kColumnsOfBlock * sizeof(float);
+  const int64_t rows = second_cache_bytes() * 3 / 4 / bytes_of_row;
+  return Cut(product, rows, kColumnsOfBlock, least_blocks());
 }
 
 }  // namespace
@@ -110,8 +121,8 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
   product.left = integers.const_data_ptr();
   product.left_row_stride = kSection;
   auto* const kernel = product_kernel(weights).get<IntegerFunction>(dtype);
-  const Cut cut = cut_of_blocks(product, dtype, 1);
-  run_together<ProductCall<IntegerProduct>>({{{quantized, rows, scales, sums}, kernel, cut}});
+  run_together<ProductCall<IntegerProduct>>(
+      {{{quantized, rows, scales, sums}, kernel, cut_of(product)}});
   return output;
 }
 
