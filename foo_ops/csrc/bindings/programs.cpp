@@ -162,13 +162,15 @@ class Snapshot {
     values_.resize(next);
   }
 
-  bool holds() const {
+  bool holds() {
     for (size_t i = 0; i < parts_.size(); ++i) {
       // A model has thousands, and its weights have pushed them out of the first caches.
       if (i + kAhead < parts_.size()) __builtin_prefetch(parts_[i + kAhead].content);
       const uint64_t version = version_of(parts_[i].content);
-      const bool is_unchanged = version != 0 && version == parts_[i].version;
-      if (!is_unchanged && !has_noted_values(i)) return false;
+      if (version != 0 && version == parts_[i].version) continue;
+      if (!has_noted_values(i)) return false;
+      // An entry has come and gone: the next look finds it unchanged.
+      parts_[i].version = version;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (version_of_tensor(tensors_[i]) != tensor_versions_[i]) return false;
