@@ -3,7 +3,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/sort.h>
 #include <c10/util/Exception.h>
@@ -44,31 +43,53 @@ void penalize(float* scores, int64_t count, const at::Tensor& tokens, double pen
   }
 }
 
+// Tokens that may be drawn, of those whose scores are no less than `least`. Of the ones with the
+// score `edge`, `surplus` are to be removed.
+struct Kept {
+  Candidates candidates;
+  float least;
+  float edge = 0;
+  int64_t surplus = 0;
+};
+
 // Returns the `top_k` largest scores, with those that are equal to the least of them; or all.
-Candidates most_likely(const float* scores, int64_t count, int64_t top_k) {
-  float least = -std::numeric_limits<float>::infinity();
+Kept most_likely(const float* scores, int64_t count, int64_t top_k) {
+  Kept kept{{}, -std::numeric_limits<float>::infinity()};
   if (top_k > 0 && top_k < count) {
     std::vector<float> largest(top_k);
     std::partial_sort_copy(scores, scores + count, largest.begin(), largest.end(),
                            std::greater<float>());
-    least = largest.back();
+    kept.least = largest.back();
   }
-  Candidates candidates;
   for (const auto token : c10::irange(count)) {
-    if (scores[token] >= least) candidates.push_back({token, scores[token], 0});
+    if (scores[token] >= kept.least) kept.candidates.push_back({token, scores[token], 0});
   }
-  return candidates;
+  return kept;
 }
 
-// Computes the candidates' probabilities among themselves.
-void set_probabilities(Candidates& candidates) {
-  const auto count = static_cast<int64_t>(candidates.size());
+// Computes the candidates' probabilities among those that are not surplus.
+void set_probabilities(Kept& kept) {
+  const auto count = static_cast<int64_t>(kept.candidates.size());
   const at::Tensor scores = at::empty({count}, at::kFloat);
   auto* const values = scores.mutable_data_ptr<float>();
-  for (const auto i : c10::irange(count)) values[i] = candidates[i].score;
-  const at::Tensor probabilities = scores.softmax(-1);
+  int64_t surplus = kept.surplus;
   for (const auto i : c10::irange(count)) {
-    candidates[i].probability = probabilities.const_data_ptr<float>()[i];
+    values[i] = kept.candidates[i].score;
+    if (surplus > 0 && values[i] == kept.edge) {
+      values[i] = -std::numeric_limits<float>::infinity();
+      --surplus;
+    }
+  }
+  const at::Tensor probabilities = scores.softmax(-1);
+  float of_edge = 0;
+  for (const auto i : c10::irange(count)) {
+    Candidate& each = kept.candidates[i];
+    each.probability = probabilities.const_data_ptr<float>()[i];
+    if (each.score == kept.edge) of_edge = std::max(of_edge, each.probability);
+  }
+  if (kept.surplus == 0) return;
+  for (Candidate& each : kept.candidates) {
+    if (each.score == kept.edge) each.probability = of_edge;
   }
 }
 
@@ -113,35 +134,34 @@ int64_t count_below(const Candidates& candidates, float bound) {
   return count;
 }
 
-// Removes some of the least likely candidates, of `vocabulary` tokens.
-//
-// Of equal ones those are removed that come first where torch sorts all scores, as transformers
-// does; it promises no order. Logits of bfloat16 are often equal.
-void remove_least_likely(Candidates& candidates, int64_t removed, int64_t vocabulary) {
-  Candidates ordered = candidates;
+// Removes the least likely candidates. Of equal ones, which it may not tell apart, some are
+// surplus.
+void remove_least_likely(Kept& kept, int64_t removed) {
+  Candidates ordered = kept.candidates;
   std::nth_element(ordered.begin(), ordered.begin() + removed, ordered.end(), is_less_likely);
-  const float edge = ordered[removed].score;
-  const auto is_lower = [&](const Candidate& each) { return each.score < edge; };
-  int64_t equal = removed - std::count_if(candidates.begin(), candidates.end(), is_lower);
-  std::vector<bool> is_removed;
-  if (equal > 0) {
-    is_removed.resize(vocabulary);
-    const at::Tensor scores = at::full({1, vocabulary}, -std::numeric_limits<float>::infinity(),
-                                       at::TensorOptions(at::kFloat));
-    for (const Candidate& each : candidates) {
-      scores.mutable_data_ptr<float>()[each.token] = each.score;
-    }
-    const at::Tensor order = std::get<1>(at::sort(scores, -1, /*descending=*/false));
-    const auto* token = order.const_data_ptr<int64_t>();
-    for (; equal > 0; ++token) {
-      if (scores.const_data_ptr<float>()[*token] != edge) continue;
-      is_removed[*token] = true;
-      --equal;
-    }
+  kept.edge = ordered[removed].score;
+  const auto lower =
+      std::erase_if(kept.candidates, [&](const Candidate& each) { return each.score < kept.edge; });
+  kept.surplus = removed - static_cast<int64_t>(lower);
+}
+
+// Removes those that come first where torch sorts all scores, as transformers does; it promises no
+// order. Logits of bfloat16 are often equal.
+void remove_surplus(Kept& kept, const float* scores, int64_t count) {
+  const at::Tensor masked = at::empty({1, count}, at::kFloat);
+  auto* const values = masked.mutable_data_ptr<float>();
+  for (const auto token : c10::irange(count)) {
+    values[token] =
+        scores[token] >= kept.least ? scores[token] : -std::numeric_limits<float>::infinity();
   }
-  std::erase_if(candidates, [&](const Candidate& each) {
-    return is_lower(each) || (!is_removed.empty() && is_removed[each.token]);
-  });
+  const at::Tensor order = std::get<1>(at::sort(masked, -1, /*descending=*/false));
+  std::vector<bool> is_removed(count);
+  for (const auto* token = order.const_data_ptr<int64_t>(); kept.surplus > 0; ++token) {
+    if (values[*token] != kept.edge) continue;
+    is_removed[*token] = true;
+    --kept.surplus;
+  }
+  std::erase_if(kept.candidates, [&](const Candidate& each) { return is_removed[each.token]; });
 }
 
 // Returns a uniform random number as torch's double precision distribution does.
@@ -150,8 +170,8 @@ double as_uniform(uint64_t random) {
   return static_cast<double>(random & ((uint64_t{1} << kDigits) - 1)) / (uint64_t{1} << kDigits);
 }
 
-int64_t draw(const Candidates& candidates, const std::vector<uint64_t>& random) {
-  int64_t drawn = candidates.front().token;
+Candidate draw(const Candidates& candidates, const std::vector<uint64_t>& random) {
+  Candidate drawn = candidates.front();
   float largest = -1;
   for (const Candidate& each : candidates) {
     const double uniform = as_uniform(random[each.token]);
@@ -161,7 +181,7 @@ int64_t draw(const Candidates& candidates, const std::vector<uint64_t>& random) 
     const float ratio = each.probability / exponential;
     if (ratio > largest) {
       largest = ratio;
-      drawn = each.token;
+      drawn = each;
     }
   }
   return drawn;
@@ -172,7 +192,7 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
   const int64_t rows = scores.size(0), count = scores.size(1);
   at::Tensor drawn = at::empty({rows}, tokens.options());
   // All scores are checked before a number is drawn.
-  std::vector<Candidates> kept;
+  std::vector<Kept> kept;
   for (const auto row : c10::irange(rows)) {
     float* const own = scores.mutable_data_ptr<float>() + row * count;
     if (sampling.repetition_penalty != 1) {
@@ -188,19 +208,19 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
     }
     TORCH_CHECK(!is_nan && std::isfinite(largest),
                 "probability tensor contains either `inf`, `nan` or element < 0");
-    Candidates candidates = most_likely(own, count, sampling.top_k);
-    set_probabilities(candidates);
+    Kept of_row = most_likely(own, count, sampling.top_k);
+    set_probabilities(of_row);
     if (sampling.top_p < 1) {
       // transformers compares sums in float32.
       const int64_t removed =
-          std::min(count_below(candidates, static_cast<float>(1 - sampling.top_p)),
-                   static_cast<int64_t>(candidates.size()) - sampling.least);
+          std::min(count_below(of_row.candidates, static_cast<float>(1 - sampling.top_p)),
+                   static_cast<int64_t>(of_row.candidates.size()) - sampling.least);
       if (removed > 0) {
-        remove_least_likely(candidates, removed, count);
-        set_probabilities(candidates);
+        remove_least_likely(of_row, removed);
+        set_probabilities(of_row);
       }
     }
-    kept.push_back(std::move(candidates));
+    kept.push_back(std::move(of_row));
   }
   auto* const generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
       std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -208,7 +228,12 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
   std::vector<uint64_t> random(count);
   for (const auto row : c10::irange(rows)) {
     for (uint64_t& each : random) each = generator->random64();
-    drawn.mutable_data_ptr<int64_t>()[row] = draw(kept[row], random);
+    Candidate token = draw(kept[row].candidates, random);
+    if (kept[row].surplus > 0 && token.score == kept[row].edge) {
+      remove_surplus(kept[row], scores.const_data_ptr<float>() + row * count, count);
+      token = draw(kept[row].candidates, random);
+    }
+    drawn.mutable_data_ptr<int64_t>()[row] = token.token;
   }
   return drawn;
 }
