@@ -140,7 +140,7 @@ def test_short_floats_on_foo(mixture, dtype):
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", *whole("Q6_K")])
-@pytest.mark.parametrize("architecture", MIXTURES.keys() - {"qwen3moe"})
+@pytest.mark.parametrize("architecture", [it for it in MIXTURES if it != "qwen3moe"])
 def test_architectures(architecture, kind, tmp_path):
     """Qwen2's mixtures have a shared expert; MiniMax's have a bias for choices."""
     exact = write_gguf(tmp_path / "model.gguf", kind, architecture)
