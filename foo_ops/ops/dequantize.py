@@ -1,8 +1,8 @@
 """Operators that compute the numbers of quantised weights.
 
 Gradients of linear layers need them. Chains of torch's own operators take 2 to 60 times as long,
-since each reads and writes all numbers; here they are the composites, which differentiate. They
-are parts of other operators, whose callers have checked the tensors.
+since each reads and writes all numbers; here they are the composites, which differentiate. What
+does not fit is refused with the checks of the linear layer that has the format.
 """
 
 from __future__ import annotations

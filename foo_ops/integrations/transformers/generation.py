@@ -148,10 +148,8 @@ def selection_of(
     if len(lengths) != 1 or len(of_ends) != len(criteria) - 1 or warns(lengths[0]):
         return None
     sampling = sampling_of(processors) if config.do_sample else None
-    if config.do_sample:
-        if sampling is None or not draws_alike():
-            return None
-    elif processors:
+    is_known = sampling is not None and draws_alike() if config.do_sample else not processors
+    if not is_known:
         return None
     ends = [int(end) for it in of_ends for end in it.eos_token_id]
     padding = config._pad_token_tensor
