@@ -4,6 +4,7 @@ A file of checks ends with ``run_checks(globals())``, and a test calls `run_on_r
 """
 
 import datetime
+import faulthandler
 import re
 import sys
 
@@ -27,6 +28,8 @@ def refuses(error, message):
 
 def run_checks(functions):
     """Join the group given on the command line, and run the functions that it names."""
+    # A rank that a signal ends says where it was: the other ranks only lose their connection.
+    faulthandler.enable()
     rank, file, ranks, backend, *names = sys.argv[1:]
     dist.init_process_group(
         # None: the accelerator's backend.
