@@ -118,10 +118,12 @@ def runs(monkeypatch):
     """Record the positions of the tokens that were computed by a graph."""
     positions, own = [], decode_graph.Binding.run
 
-    def run(binding, given, cache, position):
-        output = own(binding, given, cache, position)
+    def run(binding, call, position):
+        before = call.sequences and call.sequences.length
+        output = own(binding, call, position)
         if output is not None:
-            positions.append(position)
+            count = call.sequences.length - before if call.sequences else 1
+            positions.extend(range(position, position + count))
         return output
 
     monkeypatch.setattr(decode_graph.Binding, "run", run)
@@ -153,6 +155,18 @@ def test_tokens_are_the_same(name, call, runs):
     for _ in range(2):
         assert_same(generated(model, prompt, **options), theirs)
     assert runs
+    if call != "beams":
+        del runs[:]
+        for _ in range(2):
+            torch.manual_seed(3)
+            found = model.generate(prompt, **{"do_sample": False, "max_new_tokens": 20, **options})
+            assert torch.equal(found, theirs[0])
+        assert len(runs) >= 20
+        graphs = [
+            it for key, them in vars(model)[GRAPHS].graphs.items() if key.is_step for it in them
+        ]
+        assert graphs
+        assert all(it.loop is not None for it in graphs)
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])

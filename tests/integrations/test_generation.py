@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 import transformers
-from foo_ops._C import Sampling, append_tokens
+from foo_ops._C import Sampling, Sequences
 from support.transformer_models import build, decoder, padding, tokens
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -102,12 +102,13 @@ def test_dtypes(dtype, options, loops, monkeypatch):
     assert len(loops) == 1
 
 
-def test_padded_prompts_and_long_answers(loops, monkeypatch):
-    monkeypatch.setattr(generation, "ROOM", 4)
+def test_padded_prompts_and_long_answers(loops):
+    """Memory of tokens and of the cache grows."""
     mask = padding("left", 7).long()
     prompt = tokens(len(mask), 7)
-    ours = same_tokens(decoder("llama"), prompt, attention_mask=mask, max_new_tokens=40)
-    assert ours.shape[1] == 47
+    model = decoder("llama", max_position_embeddings=512)
+    ours = same_tokens(model, prompt, attention_mask=mask, max_new_tokens=290)
+    assert ours.shape[1] == 297
     assert len(loops) == 1
 
 
@@ -199,7 +200,7 @@ def test_logits_that_are_nan():
     )
 
 
-# ------------------------------------------------------------------------------------ append_tokens
+# --------------------------------------------------------------------------------------- Sequences
 
 
 def drawn_by_transformers(scores, ids, penalty, temperature, top_k, top_p, least):
@@ -234,10 +235,10 @@ def test_samples_are_those_of_transformers(top_k, top_p):
         sampling = Sampling()
         sampling.repetition_penalty, sampling.temperature = penalty, temperature
         sampling.top_k, sampling.top_p, sampling.least = top_k, top_p, least
-        found = torch.cat((ids, ids[:, :1]), 1)
         before = logits.clone()
-        append_tokens(logits, found, 30, torch.ones(4, dtype=torch.bool), [], 0, sampling)
-        assert torch.equal(found[:, 30], expected)
+        found = Sequences(ids, [], 0, sampling)
+        found.append(logits)
+        assert torch.equal(found.tokens()[:, 30], expected)
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.equal(logits, before)
 
@@ -245,64 +246,80 @@ def test_samples_are_those_of_transformers(top_k, top_p):
 def test_frequencies():
     """Samples have the probabilities of the softmax: 40,000 of them, within 5 deviations."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(40_000, 1)
-    found = torch.empty(40_000, 1, dtype=torch.int64)
+    found = Sequences(torch.empty(40_000, 0, dtype=torch.int64), [], 0, Sampling())
     torch.manual_seed(0)
-    append_tokens(logits, found, 0, torch.ones(40_000, dtype=torch.bool), [], 0, Sampling())
+    found.append(logits)
     expected = logits[0].double().exp() / logits[0].double().exp().sum()
-    shares = found.flatten().bincount(minlength=4) / 40_000
+    shares = found.tokens().flatten().bincount(minlength=4) / 40_000
     deviations = (expected * (1 - expected) / 40_000).sqrt()
     assert ((shares - expected).abs() < 5 * deviations).all()
 
 
 def test_ends_and_padding():
-    logits = torch.eye(5)[[4, 2, 3]].unsqueeze(1)
-    found, goes_on = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([True, True, False])
-    assert append_tokens(logits, found, 1, goes_on, [2], 1, None)
-    assert found.tolist() == [[0, 4], [0, 2], [0, 1]]
-    assert goes_on.tolist() == [True, False, False]
-    assert not append_tokens(logits, found, 0, goes_on, [4, 1], 1, None)
+    logits = torch.eye(5)
+    found = Sequences(torch.zeros(3, 1, dtype=torch.int64), [2, 3], 1, None)
+    found.append(logits[[4, 2, 4]].unsqueeze(1))
+    assert found.tokens().tolist() == [[0, 4], [0, 2], [0, 4]]
+    assert found.goes_on
+    # The last of several scores is read.
+    found.append(torch.stack((logits[[2, 2, 2]], logits[[3, 4, 4]]), 1))
+    assert found.tokens().tolist() == [[0, 4, 3], [0, 2, 1], [0, 4, 4]]
+    assert found.goes_on
+    found.append(logits[[4, 4, 2]])
+    assert found.tokens().tolist() == [[0, 4, 3, 1], [0, 2, 1, 1], [0, 4, 4, 2]]
+    assert not found.goes_on
+    assert found.length == 4
 
 
-GOOD = {
-    "logits": torch.zeros(2, 3, 4),
-    "tokens": torch.zeros(2, 5, dtype=torch.int64),
-    "length": 4,
-    "is_unfinished": torch.ones(2, dtype=torch.bool),
-    "ends": [],
-    "padding": 0,
-    "sampling": None,
-}
+def test_memory_of_sequences_grows():
+    prompt, found = torch.arange(6).view(2, 3), []
+    sequences = Sequences(prompt, [], 0, None)
+    for each in range(600):
+        sequences.append(torch.eye(7)[[each % 7, each % 5]])
+        found.append([each % 7, each % 5])
+    assert sequences.length == 603
+    assert torch.equal(sequences.tokens(), torch.cat((prompt, torch.tensor(found).T), 1))
+
+
+def of(batch=2):
+    return Sequences(torch.zeros(batch, 5, dtype=torch.int64), [], 0, None)
+
+
+LAYOUT = "logits must be (2, T, V) or (2, V) on the CPU, got"
 WRONG = [
-    ({"logits": torch.zeros(4)}, ValueError, "logits must have shape (B, T, V) or (B, V), got [4]"),
-    (
-        {"logits": torch.zeros(2, 0, 4)},
-        ValueError,
-        "logits must have shape (B, T, V) or (B, V), got [2, 0, 4]",
-    ),
-    ({"length": 5}, ValueError, "tokens must be int64 (B, S) with S above length, got Long [2, 5]"),
-    (
-        {"tokens": torch.zeros(2, 5)},
-        ValueError,
-        "tokens must be int64 (B, S) with S above length, got Float [2, 5]",
-    ),
-    (
-        {"is_unfinished": torch.ones(3, dtype=torch.bool)},
-        ValueError,
-        "is_unfinished must be bool (B,), got Bool [3]",
-    ),
-    ({"logits": torch.zeros(2, 4, device="foo")}, ValueError, "all tensors must be on the CPU"),
+    (torch.zeros(4), f"{LAYOUT} [4] on cpu"),
+    (torch.zeros(2, 0, 4), f"{LAYOUT} [2, 0, 4] on cpu"),
+    (torch.zeros(2, 0), f"{LAYOUT} [2, 0] on cpu"),
+    (torch.zeros(3, 4), f"{LAYOUT} [3, 4] on cpu"),
+    (torch.zeros(2, 4, device="foo"), f"{LAYOUT} [2, 4] on foo:0"),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
-def test_wrong_arguments(change, kind, message):
-    with pytest.raises(kind, match=rf"\Aappend_tokens: {re.escape(message)}"):
-        append_tokens(**{**GOOD, **change})
+@pytest.mark.parametrize(("logits", "message"), WRONG)
+def test_wrong_logits(logits, message):
+    sequences = of()
+    with pytest.raises(ValueError, match=rf"\ASequences: {re.escape(message)}\Z"):
+        sequences.append(logits)
+    assert sequences.length == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (torch.zeros(2, 5), "Float [2, 5] on cpu"),
+        (torch.zeros(5, dtype=torch.int64), "Long [5] on cpu"),
+        (torch.zeros(2, 5, dtype=torch.int64, device="foo"), "Long [2, 5] on foo:0"),
+    ],
+)
+def test_wrong_prompts(prompt, found):
+    message = re.escape(f"prompt must be int64 (B, S) on the CPU, got {found}")
+    with pytest.raises(ValueError, match=rf"\ASequences: {message}\Z"):
+        Sequences(prompt, [], 0, None)
 
 
 def test_tokens_outside_of_the_vocabulary():
     sampling = Sampling()
     sampling.repetition_penalty = 1.5
-    given = {**GOOD, "tokens": torch.full((2, 5), 4), "sampling": sampling}
-    with pytest.raises(IndexError, match=r"\Aappend_tokens: tokens must be in \[0, 4\), got 4"):
-        append_tokens(**given)
+    sequences = Sequences(torch.full((2, 5), 4), [], 0, sampling)
+    with pytest.raises(IndexError, match=r"\ASequences: tokens must be in \[0, 4\), got 4\Z"):
+        sequences.append(torch.zeros(2, 4))

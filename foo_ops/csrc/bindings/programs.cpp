@@ -8,12 +8,15 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "graphs/generation.h"
 #include "graphs/program.h"
 #include "graphs/sampling.h"
 
@@ -284,6 +287,27 @@ class Changes {
   std::vector<Change<Number>> integers_;
 };
 
+// A key that interrupts has to do so within many tokens, too. Other threads may hold the GIL for 5
+// ms, which not every token is to wait for.
+constexpr auto kBetweenSignals = std::chrono::milliseconds(50);
+
+std::pair<int64_t, std::vector<at::Tensor>> run_loop_with_signals(const Program& program,
+                                                                  const Loop& loop,
+                                                                  int64_t position,
+                                                                  std::vector<at::Tensor> inputs,
+                                                                  Sequences& sequences,
+                                                                  int64_t most) {
+  using Clock = std::chrono::steady_clock;
+  auto last = Clock::now();
+  return run_loop(program, loop, position, std::move(inputs), sequences, most, [&] {
+    const auto now = Clock::now();
+    if (now - last < kBetweenSignals) return;
+    last = now;
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
 // Whether anything beside results may depend on calls of operators, or be told of them.
 bool are_calls_seen() {
   return at::GradMode::is_enabled() || torch::jit::tracer::isTracing() ||
@@ -305,9 +329,23 @@ void bind_programs(py::module_& module) {
       .def_readwrite("top_k", &Sampling::top_k)
       .def_readwrite("top_p", &Sampling::top_p)
       .def_readwrite("least", &Sampling::least);
-  module.def("append_tokens", torch::wrap_pybind_function_no_gil(&append_tokens), py::arg("logits"),
-             py::arg("tokens"), py::arg("length"), py::arg("is_unfinished"), py::arg("ends"),
-             py::arg("padding"), py::arg("sampling"));
+  py::class_<Sequences>(module, "Sequences")
+      .def(py::init(torch::wrap_pybind_function(
+               [](const at::Tensor& prompt, std::vector<int64_t> ends, int64_t padding,
+                  std::optional<Sampling> sampling) {
+                 return std::make_unique<Sequences>(prompt, std::move(ends), padding, sampling);
+               })),
+           py::arg("prompt"), py::arg("ends"), py::arg("padding"), py::arg("sampling"))
+      .def("append", torch::wrap_pybind_function_no_gil(&Sequences::append), py::arg("logits"))
+      .def_property_readonly("length", &Sequences::length)
+      .def_property_readonly("goes_on", &Sequences::goes_on)
+      .def("tokens", torch::wrap_pybind_function(&Sequences::tokens));
+  py::class_<Loop>(module, "Loop")
+      .def(py::init([](std::vector<std::pair<size_t, size_t>> feeds, std::optional<size_t> tokens,
+                       size_t logits) {
+             return Loop{std::move(feeds), tokens, logits};
+           }),
+           py::arg("feeds"), py::arg("tokens"), py::arg("logits"));
   py::class_<Register>(module, "Register")
       .def(py::init([](int64_t index) { return Register{index}; }), py::arg("index"))
       .def_readonly("index", &Register::index);
@@ -320,6 +358,8 @@ void bind_programs(py::module_& module) {
            py::arg("inputs"), py::arg("outputs"), py::arg("constants"), py::arg("instructions"))
       .def("run", torch::wrap_pybind_function_no_gil(&Program::run), py::arg("position"),
            py::arg("inputs"))
+      .def("run_loop", torch::wrap_pybind_function_no_gil(&run_loop_with_signals), py::arg("loop"),
+           py::arg("position"), py::arg("inputs"), py::arg("sequences"), py::arg("most"))
       .def("__len__", &Program::size);
   py::class_<Snapshot>(module, "Snapshot", py::custom_type_setup(&take_part_in_collection))
       .def(py::init(torch::wrap_pybind_function(

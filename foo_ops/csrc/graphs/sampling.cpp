@@ -34,7 +34,7 @@ void penalize(float* scores, int64_t count, const at::Tensor& tokens, double pen
   const auto of_row = tokens.accessor<int64_t, 1>();
   for (const auto i : c10::irange(of_row.size(0))) {
     const int64_t token = of_row[i];
-    TORCH_CHECK_INDEX(token >= 0 && token < count, "append_tokens: tokens must be in [0, ", count,
+    TORCH_CHECK_INDEX(token >= 0 && token < count, "Sequences: tokens must be in [0, ", count,
                       "), got ", token);
     if (is_penalized[token]) continue;
     is_penalized[token] = true;
@@ -240,42 +240,13 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
 
 }  // namespace
 
-bool append_tokens(const at::Tensor& logits, const at::Tensor& tokens, int64_t length,
-                   const at::Tensor& is_unfinished, const std::vector<int64_t>& ends,
-                   int64_t padding, const std::optional<Sampling>& sampling) {
-  TORCH_CHECK_VALUE(
-      (logits.dim() == 2 || (logits.dim() == 3 && logits.size(1) > 0)) && logits.size(-1) > 0,
-      "append_tokens: logits must have shape (B, T, V) or (B, V), got ", logits.sizes());
-  TORCH_CHECK_VALUE(tokens.dim() == 2 && tokens.size(0) == logits.size(0) &&
-                        tokens.scalar_type() == at::kLong && length >= 0 && length < tokens.size(1),
-                    "append_tokens: tokens must be int64 (B, S) with S above length, got ",
-                    tokens.scalar_type(), " ", tokens.sizes());
-  TORCH_CHECK_VALUE(is_unfinished.dim() == 1 && is_unfinished.size(0) == logits.size(0) &&
-                        is_unfinished.scalar_type() == at::kBool,
-                    "append_tokens: is_unfinished must be bool (B,), got ",
-                    is_unfinished.scalar_type(), " ", is_unfinished.sizes());
-  TORCH_CHECK_VALUE(logits.is_cpu() && tokens.is_cpu() && is_unfinished.is_cpu(),
-                    "append_tokens: all tensors must be on the CPU");
+at::Tensor next_tokens(const at::Tensor& logits, const at::Tensor& tokens,
+                       const std::optional<Sampling>& sampling) {
   const at::Tensor last = logits.dim() == 3 ? logits.select(1, -1) : logits;
-  at::Tensor chosen;
-  if (sampling.has_value()) {
-    const auto scores = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-    chosen = sample(scores, tokens.narrow(1, 0, length), *sampling);
-  } else {
-    // torch's own argmax of 32,000 bfloat16 takes 117 us, and 35 as float32.
-    chosen = at::argmax(last.to(at::kFloat), -1);
-  }
-  const auto from = chosen.accessor<int64_t, 1>();
-  auto to = tokens.accessor<int64_t, 2>();
-  auto goes_on = is_unfinished.accessor<bool, 1>();
-  bool is_any_unfinished = false;
-  for (const auto row : c10::irange(from.size(0))) {
-    const int64_t token = goes_on[row] ? from[row] : padding;
-    to[row][length] = token;
-    if (std::find(ends.begin(), ends.end(), token) != ends.end()) goes_on[row] = false;
-    is_any_unfinished |= goes_on[row];
-  }
-  return is_any_unfinished;
+  // torch's own argmax of 32,000 bfloat16 takes 117 us, and 35 as float32.
+  if (!sampling.has_value()) return at::argmax(last.to(at::kFloat), -1);
+  const auto scores = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  return sample(scores, tokens, *sampling);
 }
 
 }  // namespace foo::graphs

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 namespace foo::graphs {
 
@@ -24,20 +23,15 @@ struct Sampling {
   int64_t least = 1;
 };
 
-// Appends a token to each sequence: the likeliest one, or a sample. A sequence that has ended gets
-// padding.
-//   logits         (B, T, V) or (B, V), of which the last are read
-//   tokens         (B, S) int64: the sequences, with `length` tokens so far
-//   is_unfinished  (B,) bool: whether a sequence has not ended; changed
-//   ends           tokens that end a sequence
-// Returns whether a sequence goes on.
+// Returns the next token of each sequence, (B,) int64: the likeliest one, or a sample.
+//   logits  (B, T, V) or (B, V), of which the last are read
+//   tokens  (B, S) int64: the sequences so far
 //
 // Samples are those of torch.multinomial from the softmax, with the same numbers of the CPU's
 // default generator: for each token an exponential random number; the token whose probability is
 // largest beside its number is drawn. Few tokens are left in the end, and only their numbers are
 // computed. Throws torch.multinomial's RuntimeError if probabilities are NaN.
-bool append_tokens(const at::Tensor& logits, const at::Tensor& tokens, int64_t length,
-                   const at::Tensor& is_unfinished, const std::vector<int64_t>& ends,
-                   int64_t padding, const std::optional<Sampling>& sampling);
+at::Tensor next_tokens(const at::Tensor& logits, const at::Tensor& tokens,
+                       const std::optional<Sampling>& sampling);
 
 }  // namespace foo::graphs

@@ -1,4 +1,4 @@
-"""The step of one token, or a few, recorded once and then run without Python.
+"""A model's call for one token, or a few, recorded once and then run without Python.
 
 A model that decodes calls the same operators for each token; between them, Python takes more time
 than the operators of a small model. So three steps are recorded, and a program runs the others
@@ -13,9 +13,9 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,10 +27,16 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import GeneralInterface
 
-from foo_ops._C import Changes, Number, Program, Snapshot, are_calls_seen
+from foo_ops._C import Changes, Loop, Number, Program, Sequences, Snapshot, are_calls_seen
 from foo_ops.compat import has_any_global_hook
 from foo_ops.integrations.transformers import cache as foo_cache
-from foo_ops.integrations.transformers.generation import FooGenerator
+from foo_ops.integrations.transformers.generation import (
+    LOGITS,
+    TOKENS,
+    FooGenerator,
+    Values,
+    step,
+)
 from foo_ops.integrations.transformers.loss import FooLanguageModel
 from foo_ops.integrations.transformers.recording import (
     PLAIN,
@@ -216,19 +222,67 @@ def is_owner(kind: type) -> bool:
 # ------------------------------------------------------------------------------------- one token
 
 
+class Call:
+    """A call for a few tokens: of a model's forward, or of a step of `generate`.
+
+    Attributes:
+        own: is called where no graph serves.
+        arguments: one of them is the cache.
+        given: describes the others.
+        batch, count: the sequences, and the tokens of each.
+        sequences: to which a step's tokens are appended; None for a forward.
+        most: tokens that may be appended at once, by a graph.
+    """
+
+    def __init__(
+        self,
+        own: Callable[..., Any],
+        arguments: Values,
+        cache: Any,
+        shape: Sequence[int],
+        sequences: Sequences | None = None,
+        most: int = 1,
+    ) -> None:
+        self.own = own
+        self.arguments = arguments
+        self.cache = cache
+        self.given = described(arguments, cache)
+        self.batch, self.count = shape[0], shape[-1]
+        self.sequences = sequences
+        self.most = most
+
+    def following(self, output: Any) -> Description | None:
+        """Describe the arguments of the next step of `generate`."""
+        if self.sequences is None:
+            return None
+        tokens = self.arguments[TOKENS]
+        longer = {TOKENS: tokens.new_empty(len(tokens), tokens.shape[1] + 1)}
+        values = {name: it for name, it in output.items() if name != LOGITS}
+        return described(longer | values, self.cache)
+
+
+def described(arguments: Values, cache: Any) -> Description:
+    """Describe the arguments of a call beside its cache."""
+    description = Description(VALUES)
+    description.add({name: it for name, it in arguments.items() if it is not cache})
+    return description
+
+
 class Step(NamedTuple):
     """A recorded call for up to 16 tokens (`MOST_TOKENS`).
 
     Attributes:
         position: the length of the cache before it.
         parts: descriptions of the arguments and of the cache's values, the values that the call has
-            changed, and the class and the attributes of its output. In the latter, tensors are
-            names.
+            changed, the class and the attributes of its output, and the tensors among the next
+            step's arguments, if it is a step of `generate`. In the last three, tensors are names.
+        following: the description of these arguments.
     """
 
     recording: Recording
     position: int
-    parts: tuple[list[Any], list[Any], dict[tuple[int, Any], Any], tuple[type, dict[str, Any]]]
+    parts: tuple[Any, ...]
+    following: list[Any] | None
 
 
 class Pattern:
@@ -241,8 +295,8 @@ class Pattern:
 
     def holds(self, atoms: list[Any], position: int) -> bool:
         expected = self.atoms.copy()
-        for place, start, step in self.lines:
-            expected[place] = start + step * position
+        for place, start, slope in self.lines:
+            expected[place] = start + slope * position
         return expected == atoms and [*map(type, atoms)] == self.classes
 
 
@@ -259,7 +313,8 @@ class Graph:
         positions: the least and the first that is too large: in between, a cache's length is on
             the same side of all limits.
         next_inputs: the places among the inputs of tensors that are replaced, and their outputs.
-        fields: the attributes of the output, with numbers of the program's outputs.
+        fields: the attributes of the output.
+        loop: how a step's results become the next step's arguments; None if they may not.
     """
 
     program: Program
@@ -272,7 +327,8 @@ class Graph:
     positions: tuple[int, int]
     next_inputs: list[tuple[int, int]]
     output_class: Any
-    fields: dict[str, Any]
+    fields: dict[str, Output | Given | None]
+    loop: Loop | None
 
 
 class Output(NamedTuple):
@@ -281,8 +337,11 @@ class Output(NamedTuple):
     number: int
 
 
-CACHE = object()
-"""Stands for the cache among the attributes of an output."""
+@dataclass(frozen=True)
+class Given:
+    """The name of an argument, such as the cache, in place of its value."""
+
+    name: str
 
 
 class Binding:
@@ -320,21 +379,43 @@ class Binding:
             and self.graph.arguments.holds(given.atoms, position)
         )
 
-    def run(self, tensors: list[Tensor], cache: Any, position: int) -> ModelOutput | None:
-        """Return the output of a call; None if memory is full, or a guard has another value."""
+    def run(self, call: Call, position: int) -> Any:
+        """Return the output of a call; None if memory is full, or a guard has another value.
+
+        A step of `generate` is followed by others, whose tokens are appended, too.
+        """
         if position not in self.positions:
             return None
-        graph = self.graph
-        given = [tensors[it] for it in graph.tensors]
-        outputs = graph.program.run(position, [*given, *self.inputs])
-        if outputs is None:
+        graph, last = self.graph, position
+        inputs = [*(call.given.tensors[it] for it in graph.tensors), *self.inputs]
+        if call.sequences is None or graph.loop is None:
+            outputs = graph.program.run(position, inputs)
+        else:
+            most = min(call.most, self.positions.stop - position)
+            count, outputs = graph.program.run_loop(
+                graph.loop, position, inputs, call.sequences, most
+            )
+            last += count - 1
+        if not outputs:
             return None
-        self.write(outputs, position)
-        output: ModelOutput = graph.output_class.__new__(graph.output_class)
-        for name, value in graph.fields.items():
-            if value is not None:
-                value = cache if value is CACHE else outputs[value.number]
-            vars(output)[name] = value
+        self.write(outputs, last)
+        return self.output(outputs, call.arguments)
+
+    def output(self, outputs: list[Tensor], arguments: Values) -> Any:
+        values = {
+            name: None
+            if it is None
+            else outputs[it.number]
+            if type(it) is Output
+            else arguments[it.name]
+            for name, it in self.graph.fields.items()
+        }
+        kind = self.graph.output_class
+        if kind is dict:
+            return values
+        output = kind.__new__(kind)
+        vars(output).update(values)
+        for name, value in values.items():
             if value is not None:
                 OrderedDict.__setitem__(output, name, value)
         return output
@@ -398,6 +479,8 @@ class Key(NamedTuple):
     """The calls that a graph may serve."""
 
     is_inference: bool
+    is_step: bool
+    """Whether it is a step of `generate`, or else a model's forward."""
     cache: type
     batch: int
     token_count: int
@@ -448,11 +531,14 @@ class Graphs:
         binding = self.bindings.get(cache) if isinstance(cache, Cache) else None
         return binding if binding is not None and binding.snapshot.holds() else None
 
-    def position_of(self, cache: Any) -> int:
-        """Return the length of a cache; for one without a length, the number of the call."""
+    def position_of(self, call: Call) -> int:
+        """Return the length of a cache; or else that of the tokens, or the number of the call."""
+        cache = call.cache
         try:
             return int(cache.get_seq_length())
         except (AttributeError, ValueError):  # all of its layers are recurrent
+            if call.sequences is not None:
+                return call.sequences.length
             # Lists cannot be referenced weakly.
             counted = cache[0] if isinstance(cache, list) else cache
             self.calls[counted] = self.calls.get(counted, 0) + 1
@@ -488,28 +574,30 @@ def has_foreign_hooks(module: Any) -> bool:
     return any(it not in foo_cache.HOOKS.values() for it in hooks)
 
 
+def has_foreign_step(model: Any) -> bool:
+    """Whether code of others runs beside a model's forward in each step of `generate`."""
+    functions = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
+    libraries = {it.__module__.partition(".")[0] for it in functions}
+    return not libraries <= LIBRARIES or has_foreign_hooks(model)
+
+
 GRAPHS = "_foo_graphs"
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of the argument that is a cache."""
 
 
-def is_cache(value: Any) -> bool:
-    """Whether a value is a cache, or the list of tensors that Rwkv has for one."""
-    return isinstance(value, Cache) or (
+def cache_of(arguments: Values) -> Any:
+    """Return the argument that is a cache, or the list of tensors that Rwkv has for one."""
+    value = next((arguments[it] for it in CACHES if arguments.get(it) is not None), None)
+    is_cache = isinstance(value, Cache) or (
         type(value) is list and value != [] and all(type(it) is Tensor for it in value)
     )
+    return value if is_cache else None
 
 
 def is_unusual() -> bool:
     """Whether anything beside the operators' results may depend on the call."""
     return are_calls_seen() or has_any_global_hook()
-
-
-def described(arguments: dict[str, Any], cache: Any) -> Description:
-    """Describe the arguments of a call beside its cache."""
-    description = Description(VALUES)
-    description.add({name: it for name, it in arguments.items() if it is not cache})
-    return description
 
 
 class FooDecoder(FooGenerator):
@@ -545,58 +633,71 @@ class FooDecoder(FooGenerator):
         if torch.compiler.is_compiling() or self.training or is_unusual():
             return own(*arguments, **keywords)
         named = {**dict(zip(self.parameter_names, arguments)), **keywords}
-        cache = next((named[it] for it in CACHES if named.get(it) is not None), None)
+        cache = cache_of(named)
         tokens = named.get("decoder_input_ids", named.get("input_ids"))
         if (
-            not is_cache(cache)
+            cache is None
             or not isinstance(tokens, Tensor)
             or not 0 < tokens.shape[-1] <= MOST_TOKENS
         ):
             return own(*arguments, **keywords)
-        return decode(self, own, named, tokens, cache)
+        return decode(self, Call(own, named, cache, tokens.shape))
+
+    def append_tokens(self, sequences: Sequences, values: Values, most: int) -> Values:
+        cache = cache_of(values)
+        if self.training or cache is None or is_unusual() or has_foreign_step(self):
+            return super().append_tokens(sequences, values, most)
+        tokens = sequences.tokens()
+        call = Call(
+            *(partial(step, self), {TOKENS: tokens, **values}, cache, (len(tokens), 1)),
+            *(sequences, most),
+        )
+        values = decode(self, call)
+        if sequences.length == tokens.shape[1]:
+            sequences.append(values[LOGITS])
+        del values[LOGITS]
+        return values
 
 
 class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):
     """The same for models that compute a loss, too."""
 
 
-def decode(
-    model: Any, own: Callable[..., Any], arguments: dict[str, Any], tokens: Tensor, cache: Any
-) -> Any:
-    """Call a model for a few tokens: by a graph if there is one, and else by its own forward."""
-    known, given = graphs_of(model), described(arguments, cache)
+def decode(model: Any, call: Call) -> Any:
+    """Answer a call for a few tokens: by a graph if there is one, and else as the model does."""
+    known, cache = graphs_of(model), call.cache
     binding = known.binding_of(cache)
     length = None if binding is None else binding.length
-    position = known.position_of(cache) if length is None else length
-    if binding is not None and binding.fits(given, position):
-        output = binding.run(given.tensors, cache, position)
+    position = known.position_of(call) if length is None else length
+    if binding is not None and binding.fits(call.given, position):
+        output = binding.run(call, position)
         if output is not None:
             return output
-    count = tokens.shape[-1]
     region = bisect_right(known.limits, position)
-    is_cut = region < bisect_right(known.limits, position + count - 1)
-    if known.reason or not position or is_cut or not given.is_known:
-        return own(**arguments)
+    is_cut = region < bisect_right(known.limits, position + call.count - 1)
+    if known.reason or not position or is_cut or not call.given.is_known:
+        return call.own(**call.arguments)
     key = Key(
         torch.is_inference_mode_enabled(),
+        call.sequences is not None,
         type(cache),
-        len(tokens),
-        count,
-        tuple(arguments),
+        call.batch,
+        call.count,
+        tuple(call.arguments),
         region,
     )
     has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
     if has_failed and key not in known.graphs:
-        return own(**arguments)
+        return call.own(**call.arguments)
     if isinstance(cache, Cache):
-        foo_cache.make_room(cache, count)
+        foo_cache.make_room(cache, call.count)
     state = State(cache)
-    output, misses = run(known, key, given, cache, state, position)
+    output, misses = run(known, key, call, state, position)
     if output is not None:
         return output
     if misses >= MOST_VARIANTS or has_failed:
-        return own(**arguments)
-    return record(known, key, own, arguments, given, cache, state, position)
+        return call.own(**call.arguments)
+    return record(known, key, call, state, position)
 
 
 def graphs_of(model: Any) -> Graphs:
@@ -612,9 +713,7 @@ def graphs_of(model: Any) -> Graphs:
 # ------------------------------------------------------------------------------------------- run
 
 
-def run(
-    known: Graphs, key: Key, given: Description, cache: Any, state: State, position: int
-) -> tuple[ModelOutput | None, int]:
+def run(known: Graphs, key: Key, call: Call, state: State, position: int) -> tuple[Any, int]:
     """Return the output of a graph that fits the call, or None, and how many graphs have missed.
 
     A miss is a graph that fits but for a number that Python has read from a tensor, or for memory
@@ -622,13 +721,13 @@ def run(
     """
     misses = 0
     for graph in known.graphs.get(key, ()):
-        if not fits(graph, given, state, position):
+        if not fits(graph, call.given, state, position):
             continue
         binding = Binding(graph, state)
-        output = binding.run(given.tensors, cache, position)
+        output = binding.run(call, position)
         if output is not None:
-            if isinstance(cache, Cache):
-                known.bindings[cache] = binding
+            if isinstance(call.cache, Cache):
+                known.bindings[call.cache] = binding
             known.has_run = True
             return output, misses
         misses += 1
@@ -647,33 +746,27 @@ def fits(graph: Graph, given: Description, state: State, position: int) -> bool:
 # ---------------------------------------------------------------------------------------- record
 
 
-def record(
-    known: Graphs,
-    key: Key,
-    own: Callable[..., Any],
-    arguments: dict[str, Any],
-    given: Description,
-    cache: Any,
-    state: State,
-    position: int,
-) -> Any:
-    """Call a model's own forward and record its operators; after some calls, make a graph."""
+def record(known: Graphs, key: Key, call: Call, state: State, position: int) -> Any:
+    """Answer a call as the model does, and record its operators; after some, make a graph."""
     steps = known.steps.pop(key, [])
     if any(it.position == position for it in steps):
         known.steps[key] = steps
-        return own(**arguments)
-    with Recording([*given.tensors, *state.tensors]) as recording:
-        output = own(**arguments)
+        return call.own(**call.arguments)
+    with Recording([*call.given.tensors, *state.tensors]) as recording:
+        output = call.own(**call.arguments)
     try:
-        changes = changes_of(recording, state, State(cache))
-        result = output_of(recording, output, cache)
+        changes = changes_of(recording, state, State(call.cache))
+        result = output_of(recording, output, call.arguments)
+        following = call.following(output)
+        names = None if following is None else names_of(recording, following.tensors)
         recording.release()
         if recording.failure is not None:
             raise NotRecordedError(recording.failure)
-        parts = given.atoms, state.atoms, changes, result
-        steps = [*steps, Step(recording, position, parts)]
+        parts = call.given.atoms, state.atoms, changes, result, names
+        atoms = None if following is None else following.atoms
+        steps = [*steps, Step(recording, position, parts, atoms)]
         if len(steps) == STEPS:
-            known.add(key, make_graph(steps, key.token_count, len(given.tensors), state))
+            known.add(key, make_graph(steps, key.token_count, len(call.given.tensors), state))
         else:
             known.keep(key, steps)
     except NotRecordedError as reason:
@@ -709,16 +802,28 @@ def named(recording: Recording, value: Any) -> Any:
     return recording.name_of(value) if isinstance(value, Tensor) else value
 
 
-def output_of(recording: Recording, output: Any, cache: Any) -> tuple[type, dict[str, Any]]:
-    if not isinstance(output, ModelOutput):
+def output_of(
+    recording: Recording, output: Any, arguments: Values
+) -> tuple[type, dict[str, Name | Given | None]]:
+    """Return the class of an output and its attributes, with names in place of tensors."""
+    if not isinstance(output, ModelOutput) and type(output) is not dict:
         raise NotRecordedError("its output is no ModelOutput")
-    fields = {
-        name: CACHE if value is cache else named(recording, value)
-        for name, value in vars(output).items()
-    }
-    if not all(it is None or it is CACHE or isinstance(it, Name) for it in fields.values()):
-        raise NotRecordedError("its output has more than tensors and a cache")
-    return type(output), fields
+    names = {id(it): name for name, it in arguments.items()}
+
+    def field_of(value: Any) -> Name | Given | None:
+        if value is None or isinstance(value, Tensor):
+            return None if value is None else recording.name_of(value)
+        if id(value) not in names:
+            raise NotRecordedError("its output has more than tensors and arguments")
+        return Given(names[id(value)])
+
+    values = output if type(output) is dict else vars(output)
+    return type(output), {name: field_of(value) for name, value in values.items()}
+
+
+def names_of(recording: Recording, tensors: list[Tensor]) -> list[Name | None]:
+    """Return the names of the next step's tensors, of which the first are all tokens so far."""
+    return [None, *map(recording.name_of, tensors[1:])]
 
 
 def make_graph(steps: list[Step], count: int, argument_count: int, state: State) -> Graph:
@@ -729,7 +834,7 @@ def make_graph(steps: list[Step], count: int, argument_count: int, state: State)
     """
     positions = [it.position for it in steps]
     parts = merged_all([it.parts for it in steps], positions)
-    arguments, before, changes, (output_class, fields) = parts
+    arguments, before, changes, (output_class, fields), next_names = parts
     limits = limits_of(before[it] for it in state.integers if type(before[it]) is int)
     reached = [*positions, *(it + count - 1 for it in positions)]
     if len({bisect_right(limits, it) for it in reached}) > 1:
@@ -740,7 +845,12 @@ def make_graph(steps: list[Step], count: int, argument_count: int, state: State)
     inputs = [it - argument_count for it in used if it >= argument_count]
     keys = state.keys()
     places = {keys[value]: place for place, value in enumerate(state.values_of_tensors)}
-    return Graph(
+    next_inputs = [
+        (inputs.index(places[key]), outputs[it].number)
+        for key, it in changes.items()
+        if isinstance(it, Name) and places[key] in inputs
+    ]
+    graph = Graph(
         program=program,
         count=count,
         tensors=[it for it in used if it < argument_count],
@@ -751,14 +861,40 @@ def make_graph(steps: list[Step], count: int, argument_count: int, state: State)
             key: outputs[it] if isinstance(it, Name) else as_line(it) for key, it in changes.items()
         },
         positions=around(positions[0], count, limits),
-        next_inputs=[
-            (inputs.index(places[key]), outputs[it].number)
-            for key, it in changes.items()
-            if isinstance(it, Name) and places[key] in inputs
-        ],
+        next_inputs=next_inputs,
         output_class=output_class,
         fields={name: outputs.get(it, it) for name, it in fields.items()},
+        loop=None,
     )
+    if next_names is not None:
+        graph.loop = loop_of(graph, steps, next_names, outputs)
+    return graph
+
+
+def loop_of(
+    graph: Graph, steps: list[Step], names: list[Name | None], outputs: dict[Name, Output]
+) -> Loop | None:
+    """Return how a step's results become the next step's arguments; None if these may differ.
+
+    Args:
+        graph: of the step.
+        steps: that were recorded.
+        names: the next step's tensors.
+        outputs: the program's outputs.
+    """
+    if not all(graph.arguments.holds(it.following or [], it.position + 1) for it in steps):
+        return None
+    feeds = [(len(graph.tensors) + place, number) for place, number in graph.next_inputs]
+    for place, tensor in enumerate(graph.tensors):
+        name = names[tensor]
+        if name is None or name == Name("input", tensor):
+            continue
+        if name not in outputs:
+            return None
+        feeds.append((place, outputs[name].number))
+    tokens = graph.tensors.index(0) if 0 in graph.tensors else None
+    logits = graph.fields[LOGITS]
+    return Loop(feeds, tokens, logits.number) if isinstance(logits, Output) else None
 
 
 def as_line(value: Line | int) -> Line:

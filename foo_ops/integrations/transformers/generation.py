@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import (
@@ -28,7 +27,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteria,
 )
 
-from foo_ops._C import Sampling, append_tokens
+from foo_ops._C import Sampling, Sequences
 from foo_ops.integrations.transformers.replacement import Replacement
 
 ORDER = (
@@ -38,8 +37,10 @@ ORDER = (
     TopPLogitsWarper,
 )
 """The order in which `Sampling` changes scores, which is that of `generate`."""
-ROOM = 1024
-"""Tokens for which memory is taken at first."""
+LOGITS, TOKENS = "logits", "tokens"
+"""Names of the logits among the values after a step, and of all tokens so far before it."""
+
+Values = dict[str, Any]
 
 
 class Selection(NamedTuple):
@@ -62,6 +63,10 @@ class FooGenerator(Replacement):
     """Replaces models that generate; what is unusual is left to transformers' own loop."""
 
     device: torch.device
+
+    def append_tokens(self, sequences: Sequences, values: Values, most: int) -> Values:
+        """Append a token to each sequence, or up to ``most``; return the next step's arguments."""
+        return chosen(sequences, step(self, tokens=sequences.tokens(), **values))
 
     def _sample(
         self,
@@ -102,39 +107,47 @@ def generated(
     selection: Selection,
     config: GenerationConfig,
     streamer: Any,
-    model_kwargs: dict[str, Any],
+    model_kwargs: Values,
 ) -> Tensor:
     """Return sequences as transformers' loop does; ``streamer`` is given their tokens."""
-    batch, length = input_ids.shape
-    tokens = F.pad(input_ids, (0, min(ROOM, max(1, selection.length - length))))
-    is_unfinished = torch.ones(batch, dtype=torch.bool)
+    sequences = Sequences(input_ids, selection.ends, selection.padding, selection.sampling)
     outputs = model._prefill(
         input_ids, config, model_kwargs, is_first_iteration=not config.is_assistant
     )
+    values = chosen(sequences, after_step(model, outputs, model_kwargs))
+    # The logits of a prompt may be large.
+    del outputs
     while True:
-        model_kwargs = model._update_model_kwargs_for_generation(
-            outputs, model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
-        )
-        if length == tokens.shape[1]:
-            tokens = F.pad(tokens, (0, length))
-        goes_on = append_tokens(
-            outputs.logits, tokens, length, is_unfinished, selection.ends, selection.padding,
-            selection.sampling,
-        )  # fmt: skip
-        # The logits of a prompt may be large.
-        del outputs
-        length += 1
         if streamer is not None:
-            streamer.put(tokens[:, length - 1].clone())
-        if not goes_on or length >= selection.length:
+            streamer.put(sequences.tokens()[:, -1].clone())
+        left = selection.length - sequences.length
+        if left <= 0 or not sequences.goes_on:
             break
-        inputs = model.prepare_inputs_for_generation(
-            tokens[:, :length].contiguous(), next_sequence_length=1, **model_kwargs
-        )
-        outputs = model(**inputs, return_dict=True)
+        values = model.append_tokens(sequences, values, left if streamer is None else 1)
     if streamer is not None:
         streamer.end()
-    return tokens[:, :length].clone(memory_format=torch.contiguous_format)
+    return sequences.tokens().clone(memory_format=torch.contiguous_format)
+
+
+def step(model: Any, tokens: Tensor, **model_kwargs: Any) -> Values:
+    """Call a model for the last of all tokens so far; return its logits and the next arguments."""
+    inputs = model.prepare_inputs_for_generation(
+        tokens.contiguous(), next_sequence_length=1, **model_kwargs
+    )
+    return after_step(model, model(**inputs, return_dict=True), model_kwargs)
+
+
+def after_step(model: Any, outputs: Any, model_kwargs: Values) -> Values:
+    values = model._update_model_kwargs_for_generation(
+        outputs, dict(model_kwargs), is_encoder_decoder=model.config.is_encoder_decoder
+    )
+    return {**values, LOGITS: outputs.logits}
+
+
+def chosen(sequences: Sequences, values: Values) -> Values:
+    """Append the tokens that the logits choose, and return the other values."""
+    sequences.append(values.pop(LOGITS))
+    return values
 
 
 def selection_of(
@@ -142,7 +155,7 @@ def selection_of(
     criteria: Sequence[StoppingCriteria],
     config: GenerationConfig,
 ) -> Selection | None:
-    """Return how `append_tokens` chooses tokens, or None if it cannot do so."""
+    """Return how `Sequences` chooses tokens, or None if it cannot do so."""
     lengths = [it for it in criteria if type(it) is MaxLengthCriteria]
     of_ends = [it for it in criteria if type(it) is EosTokenCriteria]
     if len(lengths) != 1 or len(of_ends) != len(criteria) - 1 or warns(lengths[0]):
@@ -191,13 +204,13 @@ def is_common(processor: LogitsProcessor) -> bool:
 
 @functools.cache
 def draws_alike() -> bool:
-    """Whether this torch draws tokens from the numbers that `append_tokens` takes."""
+    """Whether this torch draws tokens from the numbers that `Sequences` takes."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         scores = torch.linspace(-2, 2, 16).repeat(8, 1)
         torch.manual_seed(0)
         theirs = torch.multinomial(scores.softmax(-1), 1)
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        ours = torch.empty_like(theirs)
-        append_tokens(scores, ours, 0, torch.ones(8, dtype=torch.bool), [], 0, Sampling())
-        return torch.equal(ours, theirs) and torch.equal(torch.get_rng_state(), state)
+        ours = Sequences(theirs[:, :0], [], 0, Sampling())
+        ours.append(scores)
+        return torch.equal(ours.tokens(), theirs) and torch.equal(torch.get_rng_state(), state)
