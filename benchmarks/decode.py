@@ -33,6 +33,11 @@ PARTS = {
     "between operators": (),
 }
 """Parts of a token, and words in the names of their operators; the first that fits counts."""
+GENERATE: dict[str, dict[str, Any]] = {
+    "generate, greedy": {"do_sample": False},
+    "generate, top 50": {"do_sample": True, "top_k": 50},
+}
+"""Ways to choose tokens. The prompt's time is part of each."""
 
 
 NARROW = models.Size(
@@ -80,6 +85,9 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
         for part in PARTS:
             prepare = partial(parts, llama, part)
             yield Case(SECTION, f"{name}: {part}", prepare, (count,))
+        for way, options in GENERATE.items():
+            prepare = partial(generating, llama, options)
+            yield Case(SECTION, f"{name}: {way}", prepare, (count,))
     name = f"Whisper {dict(size.whisper)['d_model']}, {size.tokens} tokens, bfloat16"
     yield Case(SECTION, name, partial(whisper_contenders, size), (threads,), headline=True)
 
@@ -207,6 +215,34 @@ def parts(size: models.Size, part: str) -> Contenders:
         return PerToken(
             Part(models.decoding(change(copy.deepcopy(model)), size), part), size.decoded
         )
+
+    return {
+        OURS: lambda: made(apply),
+        FROM_PYTHON: lambda: made(partial(apply, decode=False)),
+        AS_IT_IS: lambda: made(models.as_it_is),
+    }
+
+
+def generating(size: models.Size, options: dict[str, Any]) -> Contenders:
+    """Compare tokens of `generate`, which also chooses each of them."""
+    from foo_ops.integrations.transformers import apply
+
+    model = size.model("bfloat16")
+    model.generation_config.eos_token_id = None
+    prompt = size.tokens(1, size.prompt)
+
+    def made(change: Callable[[Any], Any]) -> PerToken:
+        changed = change(copy.deepcopy(model))
+
+        def run() -> Tensor:
+            tokens = changed.generate(
+                prompt, max_new_tokens=size.decoded, pad_token_id=0, **options
+            )
+            # Models round differently, and so may choose other tokens.
+            return torch.tensor(tokens.shape)
+
+        run()
+        return PerToken(Local(run, torch.no_grad), size.decoded)
 
     return {
         OURS: lambda: made(apply),

@@ -3,6 +3,9 @@
 import copy
 import itertools
 import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from foo_ops.integrations.transformers import apply, generation
+from foo_ops.integrations.transformers import apply, decode_graph, generation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,6 +136,140 @@ def test_streamers(loops):
         told.append(streamer.parts)
     assert len(loops) == 1
     assert [str(it) for it in told[0]] == [str(it) for it in told[1]]
+
+
+def test_streamers_see_each_token(loops):
+    """What one changes in the model holds for the next token."""
+
+    class Negative(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.parts) == 9:
+                with torch.no_grad():
+                    model.lm_head.weight.neg_()
+
+    found = []
+    for model in (decoder("llama"), apply(decoder("llama"))):
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        found.append(model.generate(tokens(2, 7), streamer=Negative(), **options))
+    assert len(loops) == 1
+    assert torch.equal(*found)
+
+
+# ------------------------------------------------------------------------------- tokens in one loop
+
+
+def graphs_of_steps(model):
+    known = vars(model)[decode_graph.GRAPHS]
+    return [it for key, graphs in known.graphs.items() if key.is_step for it in graphs]
+
+
+def generate(model, count, batch=1, **options):
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(tokens(batch, 7), max_new_tokens=count, **options)
+
+
+def test_python_calls_of_generate_do_not_grow_with_the_tokens():
+    model, counts = apply(decoder("llama")), []
+    for count in (10, 10, 40):
+        calls = [0]
+
+        def profile(frame, event, argument, calls=calls):
+            calls[0] += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            generate(model, count)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls[0])
+    assert counts[1] == counts[2]
+
+
+def test_a_model_that_changes_between_calls():
+    model, own = apply(decoder("llama")), decoder("llama")
+    for each in (model, own):
+        generate(each, 20)
+        with torch.no_grad():
+            each.lm_head.weight.neg_()
+    assert graphs_of_steps(model)
+    assert torch.equal(generate(model, 20), generate(own, 20))
+
+
+def test_two_models_take_turns():
+    models = [apply(decoder("llama", num_hidden_layers=it)) for it in (1, 3)]
+    expected = [generate(decoder("llama", num_hidden_layers=it), 20) for it in (1, 3)]
+    for _ in range(2):
+        for model, each in zip(models, expected, strict=True):
+            assert torch.equal(generate(model, 20), each)
+
+
+def test_threads():
+    """Each generates with the same model, whose graphs they share."""
+    model = apply(decoder("llama"))
+    expected = [generate(decoder("llama"), 30, batch) for batch in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda batch: [generate(model, 30, batch) for _ in range(5)], (1, 2, 3))
+        for each, ours in zip(expected, found, strict=True):
+            assert all(torch.equal(it, each) for it in ours)
+
+
+def count_tokens(model, kept):
+    """Let a model count its steps."""
+    own = type(model).prepare_inputs_for_generation
+
+    def prepare(self, *arguments, **options):
+        kept.append(None)
+        return own(self, *arguments, **options)
+
+    return prepare
+
+
+def test_code_of_others_runs_for_each_token(monkeypatch):
+    counts = {"function": [], "class": [], "hook": []}
+    models = {name: apply(decoder("llama")) for name in counts}
+    it = models["function"]
+    it.prepare_inputs_for_generation = count_tokens(it, counts["function"]).__get__(it)
+    it = models["class"]
+    prepare = count_tokens(it, counts["class"])
+    models["hook"].register_forward_hook(lambda *_: counts["hook"].append(None))
+    expected = generate(decoder("llama"), 20)
+    assert torch.equal(generate(models["function"], 20), expected)
+    assert torch.equal(generate(models["hook"], 20), expected)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_inputs_for_generation", prepare)
+    assert torch.equal(generate(models["class"], 20), expected)
+    assert {name: len(it) for name, it in counts.items()} == dict.fromkeys(counts, 20)
+
+
+def test_signals_interrupt_the_loop():
+    model = apply(decoder("llama", max_position_embeddings=1 << 20))
+    generate(model, 10)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, 1 << 19)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert torch.equal(generate(model, 20), generate(decoder("llama"), 20))
+
+
+def test_the_cache_after_a_loop():
+    """A later call, of `generate` or of the model, goes on where the loop has ended."""
+    found = []
+    for model in (decoder("llama"), apply(decoder("llama"))):
+        cache = transformers.DynamicCache(config=model.config)
+        for count in (12, 9):
+            output = generate(model, count, past_key_values=cache)
+            assert cache.get_seq_length() == output.shape[1] - 1
+            cache.crop(6 - cache.get_seq_length())
+        with torch.no_grad():
+            logits = model(tokens(1, 4), past_key_values=cache).logits
+        layers = [it for layer in cache.layers for it in (layer.keys, layer.values)]
+        found.append([output, logits, *(it.contiguous() for it in layers)])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 class Never(LogitsProcessor):

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,13 @@ from transformers.utils.generic import GeneralInterface
 from foo_ops._C import Changes, Loop, Number, Program, Sequences, Snapshot, are_calls_seen
 from foo_ops.compat import has_any_global_hook
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.cache_state import (
+    SIZES,
+    UNLIMITED,
+    VALUES,
+    Description,
+    State,
+)
 from foo_ops.integrations.transformers.generation import (
     LOGITS,
     TOKENS,
@@ -39,12 +46,10 @@ from foo_ops.integrations.transformers.generation import (
 )
 from foo_ops.integrations.transformers.loss import FooLanguageModel
 from foo_ops.integrations.transformers.recording import (
-    PLAIN,
     Line,
     Name,
     NotRecordedError,
     Recording,
-    address_of,
     make_program,
     merged_all,
 )
@@ -69,155 +74,11 @@ MOST_GRAPHS = 16
 MOST_KEYS = 64
 """Kinds of calls whose graphs are kept, and as many whose steps are."""
 
-UNLIMITED = 2**62
-
-VALUES = (bool, int, float, str, type(None))
-KNOWN = (*VALUES, type, torch.dtype, torch.device, PreTrainedConfig)
-"""Classes of values that a cache may hold beside tensors."""
-
 LIBRARIES = {"foo_ops", "peft", "torch", "transformers"}
 """Modules of other libraries may do more in Python than call operators."""
 
 SHARED_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
 """Files with tables of functions that all models call."""
-
-SIZES = {
-    *("hidden_size", "d_model", "n_embd"),
-    *("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"),
-    *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"),
-    *("encoder_layers", "decoder_layers"),
-    *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
-    *("head_dim", "d_kv", "k_head_dim", "v_head_dim"),
-    *("vocab_size", "batch_size"),
-}
-"""Integers of configurations and caches to which no model compares the length of a cache."""
-
-
-# ----------------------------------------------------------------------------- the state of a cache
-
-
-class Description:
-    """Values as one flat list, so that equal lists mean the same operators.
-
-    The lists of successive tokens are merged; integers may grow.
-
-    Attributes:
-        atoms: for a tensor its class, dtype, device and sizes, and where it occurs again its first
-            place; for a list its class and length, for a dictionary its keys; other values
-            themselves.
-        tensors: the tensors, in order.
-        places: the first place of each tensor, by its id.
-        is_known: whether the values are of classes that cannot hide others.
-    """
-
-    def __init__(self, known: tuple[type, ...]) -> None:
-        self.known = known
-        self.atoms: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.places: dict[int, int] = {}
-        self.is_known = True
-
-    def add(self, value: Any, room: int | None = None) -> None:
-        """Add a value. Memory may have any ``room``, its third size."""
-        if isinstance(value, Tensor):
-            self.add_tensor(value, room)
-        elif isinstance(value, (tuple, list)):
-            self.atoms += (type(value), len(value))
-            for it in value:
-                self.add(it, room)
-        elif isinstance(value, dict):
-            self.atoms += (type(value), len(value), *value)
-            for it in value.values():
-                self.add(it, room)
-        else:
-            self.atoms.append(value)
-            if not isinstance(value, self.known):
-                self.is_known = False
-
-    def add_tensor(self, tensor: Tensor, room: int | None) -> None:
-        place = len(self.tensors)
-        first = self.places.setdefault(id(tensor), place)
-        self.tensors.append(tensor)
-        if first != place:
-            self.atoms += (Tensor, first)
-            return
-        kind, shape = type(tensor), tensor.shape
-        self.atoms += (kind, tensor.dtype, tensor.device, len(shape), *shape)
-        if room is not None and len(shape) == 4 and shape[2] == room:
-            self.atoms[-2] = None
-        if kind not in PLAIN:
-            self.is_known = False
-
-
-class State(Description):
-    """Everything that a cache's objects hold, by the object and the name.
-
-    Attributes:
-        owners: the dictionaries and lists that hold values.
-        values: the values.
-        owner_numbers, names: for each value the number of its owner, and its name there.
-        values_of_tensors: for each tensor the place of its value.
-        integers: the places of values that are integers among the atoms.
-        limit: from this length on, a layer's memory is full.
-    """
-
-    def __init__(self, cache: Cache | list[Tensor]) -> None:
-        super().__init__(KNOWN)
-        self.owners: list[Any] = []
-        # Lists of integers and names: 400 tuples would call Python's garbage collector.
-        self.values: list[Any] = []
-        self.owner_numbers: list[int] = []
-        self.names: list[Any] = []
-        self.values_of_tensors: list[int] = []
-        self.integers: list[int] = []
-        self.limit = UNLIMITED
-        self.add_owner(cache)
-        addresses: dict[int, int] = {}
-        for place in self.places.values():
-            self.atoms.append(addresses.setdefault(address_of(self.tensors[place]), place))
-
-    def add_owner(self, owner: Any) -> None:
-        """Add the values of an object, list or dictionary, and then those of the ones it holds."""
-        content = owner if isinstance(owner, (dict, list)) else vars(owner)
-        number = len(self.owners)
-        self.owners.append(content)
-        room = None
-        if isinstance(owner, foo_cache.Memory):
-            room = owner.room
-            self.limit = min(self.limit, room)
-        named = dict(enumerate(content)) if isinstance(content, list) else content.copy()
-        self.atoms += (type(owner), len(named), *named)
-        for name, value in named.items():
-            kind: Any = type(value)
-            if is_owner(kind):
-                self.add_owner(value)
-            elif room is None or name != "room":
-                place = len(self.values)
-                self.values.append(value)
-                self.owner_numbers.append(number)
-                self.names.append(name)
-                if kind is int and name not in SIZES:
-                    self.integers.append(len(self.atoms))
-                self.add(value, room)
-                while len(self.values_of_tensors) < len(self.tensors):
-                    self.values_of_tensors.append(place)
-
-    def keys(self) -> list[tuple[int, Any]]:
-        """Return for each value the number of its owner and its name."""
-        return list(zip(self.owner_numbers, self.names))
-
-
-@lru_cache
-def is_owner(kind: type) -> bool:
-    """Whether objects of a class hold values of a cache: other caches, layers, memory, lists."""
-    if issubclass(kind, (dict, list)):
-        return True
-    library = kind.__module__.partition(".")[0]
-    is_callable = any("__call__" in vars(it) for it in kind.__mro__)
-    is_other = issubclass(kind, (type, PreTrainedConfig, Tensor)) or is_callable
-    return library in ("transformers", "foo_ops") and kind.__dictoffset__ != 0 and not is_other
-
 
 # ------------------------------------------------------------------------------------- one token
 
@@ -403,11 +264,7 @@ class Binding:
 
     def output(self, outputs: list[Tensor], arguments: Values) -> Any:
         values = {
-            name: None
-            if it is None
-            else outputs[it.number]
-            if type(it) is Output
-            else arguments[it.name]
+            name: outputs[it.number] if isinstance(it, Output) else it and arguments[it.name]
             for name, it in self.graph.fields.items()
         }
         kind = self.graph.output_class
