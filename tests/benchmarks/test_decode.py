@@ -18,10 +18,10 @@ def test_rows():
     whisper = "Whisper 64, 8 tokens, bfloat16"
     assert set(found) == {
         *llamas,
-        *(f"{name}: {part}" for name in llamas for part in decode.PARTS),
+        *(f"{name}: {part}" for name in llamas for part in (*decode.PARTS, *decode.GENERATE)),
         whisper,
     }
-    for name in (llamas[0], f"{llamas[0]}: products"):
+    for name in (llamas[0], f"{llamas[0]}: products", f"{llamas[0]}: generate, top 50"):
         (result,) = measure(found[name], TINY)
         assert result.peers() == [decode.FROM_PYTHON, AS_IT_IS]
     (result,) = measure(found[whisper], TINY)

@@ -79,7 +79,9 @@ def test_weights_stay_as_they_are(checkpoint, tmp_path):
     model = load(folder)
     kinds = [type(layer.mlp.experts) for layer in model.model.layers]
     assert kinds == [FooMxfp4Experts] * 2
-    assert "experts" not in replaced(apply(model))
+    counts = replaced(apply(model))
+    assert counts["quantize"] == 2
+    assert "experts" not in counts
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == tensors.keys()

@@ -308,7 +308,7 @@ def restore(model: Model) -> Model:
 
 def kinds_of(module: nn.Module) -> set[str]:
     """Return the kinds of work that a module does with foo's operators."""
-    if isinstance(module, (FooPackedExperts, FooPackedLinear)):
+    if isinstance(module, (FooMxfp4Experts, FooPackedExperts, FooPackedLinear)):
         kinds = {"quantize"}
     elif not is_replaced(module):
         kinds = set()
