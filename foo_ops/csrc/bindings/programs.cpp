@@ -291,12 +291,9 @@ class Changes {
 // ms, which not every token is to wait for.
 constexpr auto kBetweenSignals = std::chrono::milliseconds(50);
 
-std::pair<int64_t, std::vector<at::Tensor>> run_loop_with_signals(const Program& program,
-                                                                  const Loop& loop,
-                                                                  int64_t position,
-                                                                  std::vector<at::Tensor> inputs,
-                                                                  Sequences& sequences,
-                                                                  int64_t most) {
+std::pair<int64_t, std::vector<at::Tensor>> run_loop_with_signals(
+    const Program& program, const Loop& loop, int64_t position, std::vector<at::Tensor> inputs,
+    Sequences& sequences, int64_t most) {
   using Clock = std::chrono::steady_clock;
   auto last = Clock::now();
   return run_loop(program, loop, position, std::move(inputs), sequences, most, [&] {
@@ -330,9 +327,9 @@ void bind_programs(py::module_& module) {
       .def_readwrite("top_p", &Sampling::top_p)
       .def_readwrite("least", &Sampling::least);
   py::class_<Sequences>(module, "Sequences")
-      .def(py::init(torch::wrap_pybind_function(
-               [](const at::Tensor& prompt, std::vector<int64_t> ends, int64_t padding,
-                  std::optional<Sampling> sampling) {
+      .def(py::init(
+               torch::wrap_pybind_function([](const at::Tensor& prompt, std::vector<int64_t> ends,
+                                              int64_t padding, std::optional<Sampling> sampling) {
                  return std::make_unique<Sequences>(prompt, std::move(ends), padding, sampling);
                })),
            py::arg("prompt"), py::arg("ends"), py::arg("padding"), py::arg("sampling"))
@@ -342,9 +339,7 @@ void bind_programs(py::module_& module) {
       .def("tokens", torch::wrap_pybind_function(&Sequences::tokens));
   py::class_<Loop>(module, "Loop")
       .def(py::init([](std::vector<std::pair<size_t, size_t>> feeds, std::optional<size_t> tokens,
-                       size_t logits) {
-             return Loop{std::move(feeds), tokens, logits};
-           }),
+                       size_t logits) { return Loop{std::move(feeds), tokens, logits}; }),
            py::arg("feeds"), py::arg("tokens"), py::arg("logits"));
   py::class_<Register>(module, "Register")
       .def(py::init([](int64_t index) { return Register{index}; }), py::arg("index"))

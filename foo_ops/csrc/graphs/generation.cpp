@@ -25,8 +25,8 @@ Sequences::Sequences(const at::Tensor& prompt, std::vector<int64_t> ends, int64_
                      std::optional<Sampling> sampling)
     : length_(0), ends_(std::move(ends)), padding_(padding), sampling_(sampling) {
   TORCH_CHECK_VALUE(prompt.dim() == 2 && prompt.scalar_type() == at::kLong && prompt.is_cpu(),
-                    "Sequences: prompt must be int64 (B, S) on the CPU, got ",
-                    prompt.scalar_type(), " ", prompt.sizes(), " on ", prompt.device());
+                    "Sequences: prompt must be int64 (B, S) on the CPU, got ", prompt.scalar_type(),
+                    " ", prompt.sizes(), " on ", prompt.device());
   length_ = prompt.size(1);
   tokens_ = with_room(prompt, kRoom);
   is_unfinished_.assign(prompt.size(0), true);
@@ -34,8 +34,7 @@ Sequences::Sequences(const at::Tensor& prompt, std::vector<int64_t> ends, int64_
 
 void Sequences::append(const at::Tensor& logits) {
   const int64_t batch = tokens_.size(0);
-  const bool has_layout =
-      logits.dim() == 2 || (logits.dim() == 3 && logits.size(1) > 0);
+  const bool has_layout = logits.dim() == 2 || (logits.dim() == 3 && logits.size(1) > 0);
   TORCH_CHECK_VALUE(has_layout && logits.size(0) == batch && logits.size(-1) > 0 && logits.is_cpu(),
                     "Sequences: logits must be (", batch, ", T, V) or (", batch,
                     ", V) on the CPU, got ", logits.sizes(), " on ", logits.device());
