@@ -17,6 +17,8 @@ from support.transformer_models import build, decoder, padding, tokens
 from transformers.generation.logits_process import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -50,7 +52,17 @@ CALLS = {
     "greedy with ends": {"do_sample": False, "eos_token_id": list(range(0, 97, 3))},
     "sampled with ends": {"eos_token_id": [5, 17, 40], "top_k": 10},
     "static": {"cache_implementation": "static"},
-}
+    "min p": {"min_p": 0.1, "top_k": 0},
+    "min p and others": {"min_p": 0.02, "top_k": 30, "top_p": 0.95, "temperature": 2.0},
+    "greedy, repetition": {"do_sample": False, "repetition_penalty": 1.4},
+    "greedy, least length": {
+        "do_sample": False, "min_new_tokens": 9, "eos_token_id": list(range(0, 97, 3)),
+    },
+    "sampled, least length": {
+        "min_length": 12, "min_new_tokens": 3, "eos_token_id": list(range(0, 97, 3)),
+        "repetition_penalty": 1.4,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -280,8 +292,15 @@ class Never(LogitsProcessor):
 
 OTHERS = {
     "a processor": {"logits_processor": LogitsProcessorList([Never()])},
-    "a least length": {"min_new_tokens": 5, "eos_token_id": 5},
-    "min p": {"min_p": 0.1},
+    "n-grams": {"no_repeat_ngram_size": 3},
+    "min p of several": {
+        "top_k": 0,
+        "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1, min_tokens_to_keep=3)]),
+    },
+    "another least length": {
+        "eos_token_id": 5,
+        "logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(9, [5, 6])]),
+    },
     "a time": {"max_time": 1e6},
     "beams": {"num_beams": 2},
     "no cache": {"use_cache": False},
@@ -304,9 +323,10 @@ def test_other_calls_are_left_to_transformers(options, loops):
 
 def test_processors_in_another_order_are_left_to_transformers():
     temperature, top_k = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5)
-    assert generation.sampling_of([temperature, top_k]).top_k == 5
-    assert generation.sampling_of([top_k, temperature]) is None
-    assert generation.sampling_of([temperature, temperature]) is None
+    assert generation.sampling_of([temperature, top_k], []).top_k == 5
+    assert generation.sampling_of([top_k, temperature], []) is None
+    assert generation.sampling_of([temperature, temperature], []) is None
+    assert generation.sampling_of([temperature, top_k], [], is_greedy=True) is None
 
 
 def test_outputs_with_scores_are_left_to_transformers(loops):
@@ -340,12 +360,13 @@ def test_logits_that_are_nan():
 # --------------------------------------------------------------------------------------- Sequences
 
 
-def drawn_by_transformers(scores, ids, penalty, temperature, top_k, top_p, least):
+def drawn_by_transformers(scores, ids, penalty, temperature, top_k, top_p, least, min_p):
     processors = [
         RepetitionPenaltyLogitsProcessor(penalty),
         TemperatureLogitsWarper(temperature),
         *([TopKLogitsWarper(top_k)] if top_k else []),
         *([TopPLogitsWarper(top_p, min_tokens_to_keep=least)] if top_p < 1 else []),
+        *([MinPLogitsWarper(min_p)] if min_p else []),
     ]
     for processor in processors:
         scores = processor(ids, scores)
@@ -356,7 +377,9 @@ def drawn_by_transformers(scores, ids, penalty, temperature, top_k, top_p, least
 @pytest.mark.parametrize("top_k", [0, 1, 7, 50, 2000])
 def test_samples_are_those_of_transformers(top_k, top_p):
     generator = torch.Generator().manual_seed(0)
-    for penalty, temperature, least in itertools.product((1.0, 1.3), (0.1, 1.0, 5.0), (1, 4)):
+    for penalty, temperature, least, min_p in itertools.product(
+        (1.0, 1.3), (0.1, 1.0, 5.0), (1, 4), (0.0, 0.1)
+    ):
         logits = 3 * torch.randn(4, 1000, generator=generator)
         ids = torch.randint(0, 1000, (4, 30), generator=generator)
         # Equal scores, and some that are removed already.
@@ -365,13 +388,14 @@ def test_samples_are_those_of_transformers(top_k, top_p):
         logits[3] = 1.5
         torch.manual_seed(5)
         expected = drawn_by_transformers(
-            logits.clone(), ids, penalty, temperature, top_k, top_p, least
+            logits.clone(), ids, penalty, temperature, top_k, top_p, least, min_p
         )
         state = torch.get_rng_state()
         torch.manual_seed(5)
         sampling = Sampling()
         sampling.repetition_penalty, sampling.temperature = penalty, temperature
         sampling.top_k, sampling.top_p, sampling.least = top_k, top_p, least
+        sampling.min_p = min_p
         before = logits.clone()
         found = Sequences(ids, [], 0, sampling)
         found.append(logits)
@@ -392,9 +416,15 @@ def test_frequencies():
     assert ((shares - expected).abs() < 5 * deviations).all()
 
 
+def greedy():
+    sampling = Sampling()
+    sampling.is_greedy = True
+    return sampling
+
+
 def test_ends_and_padding():
     logits = torch.eye(5)
-    found = Sequences(torch.zeros(3, 1, dtype=torch.int64), [2, 3], 1, None)
+    found = Sequences(torch.zeros(3, 1, dtype=torch.int64), [2, 3], 1, greedy())
     found.append(logits[[4, 2, 4]].unsqueeze(1))
     assert found.tokens().tolist() == [[0, 4], [0, 2], [0, 4]]
     assert found.goes_on
@@ -410,7 +440,7 @@ def test_ends_and_padding():
 
 def test_memory_of_sequences_grows():
     prompt, found = torch.arange(6).view(2, 3), []
-    sequences = Sequences(prompt, [], 0, None)
+    sequences = Sequences(prompt, [], 0, greedy())
     for each in range(600):
         sequences.append(torch.eye(7)[[each % 7, each % 5]])
         found.append([each % 7, each % 5])
@@ -419,7 +449,7 @@ def test_memory_of_sequences_grows():
 
 
 def of(batch=2):
-    return Sequences(torch.zeros(batch, 5, dtype=torch.int64), [], 0, None)
+    return Sequences(torch.zeros(batch, 5, dtype=torch.int64), [], 0, greedy())
 
 
 LAYOUT = "logits must be (2, T, V) or (2, V) on the CPU, got"
@@ -451,7 +481,7 @@ def test_wrong_logits(logits, message):
 def test_wrong_prompts(prompt, found):
     message = re.escape(f"prompt must be int64 (B, S) on the CPU, got {found}")
     with pytest.raises(ValueError, match=rf"\ASequences: {message}\Z"):
-        Sequences(prompt, [], 0, None)
+        Sequences(prompt, [], 0, greedy())
 
 
 def test_tokens_outside_of_the_vocabulary():

@@ -321,15 +321,18 @@ void bind_programs(py::module_& module) {
   module.def("are_calls_seen", &are_calls_seen);
   py::class_<Sampling>(module, "Sampling")
       .def(py::init<>())
+      .def_readwrite("is_greedy", &Sampling::is_greedy)
       .def_readwrite("repetition_penalty", &Sampling::repetition_penalty)
+      .def_readwrite("least_length", &Sampling::least_length)
       .def_readwrite("temperature", &Sampling::temperature)
       .def_readwrite("top_k", &Sampling::top_k)
       .def_readwrite("top_p", &Sampling::top_p)
-      .def_readwrite("least", &Sampling::least);
+      .def_readwrite("least", &Sampling::least)
+      .def_readwrite("min_p", &Sampling::min_p);
   py::class_<Sequences>(module, "Sequences")
       .def(py::init(
                torch::wrap_pybind_function([](const at::Tensor& prompt, std::vector<int64_t> ends,
-                                              int64_t padding, std::optional<Sampling> sampling) {
+                                              int64_t padding, const Sampling& sampling) {
                  return std::make_unique<Sequences>(prompt, std::move(ends), padding, sampling);
                })),
            py::arg("prompt"), py::arg("ends"), py::arg("padding"), py::arg("sampling"))

@@ -22,7 +22,7 @@ at::Tensor with_room(const at::Tensor& tokens, int64_t room) {
 }  // namespace
 
 Sequences::Sequences(const at::Tensor& prompt, std::vector<int64_t> ends, int64_t padding,
-                     std::optional<Sampling> sampling)
+                     const Sampling& sampling)
     : length_(0), ends_(std::move(ends)), padding_(padding), sampling_(sampling) {
   TORCH_CHECK_VALUE(prompt.dim() == 2 && prompt.scalar_type() == at::kLong && prompt.is_cpu(),
                     "Sequences: prompt must be int64 (B, S) on the CPU, got ", prompt.scalar_type(),
@@ -38,7 +38,7 @@ void Sequences::append(const at::Tensor& logits) {
   TORCH_CHECK_VALUE(has_layout && logits.size(0) == batch && logits.size(-1) > 0 && logits.is_cpu(),
                     "Sequences: logits must be (", batch, ", T, V) or (", batch,
                     ", V) on the CPU, got ", logits.sizes(), " on ", logits.device());
-  const at::Tensor chosen = next_tokens(logits, tokens(), sampling_);
+  const at::Tensor chosen = next_tokens(logits, tokens(), ends_, sampling_);
   if (length_ == tokens_.size(1)) tokens_ = with_room(tokens_, length_);
   const auto from = chosen.accessor<int64_t, 1>();
   auto to = tokens_.accessor<int64_t, 2>();

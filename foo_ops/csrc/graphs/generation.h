@@ -20,7 +20,7 @@ class Sequences {
  public:
   // `prompt` is (B, S) int64; a token among `ends` ends its sequence.
   Sequences(const at::Tensor& prompt, std::vector<int64_t> ends, int64_t padding,
-            std::optional<Sampling> sampling);
+            const Sampling& sampling);
 
   // Appends a token to each sequence, chosen by `logits`, (B, T, V) or (B, V), of which the last
   // are read.
@@ -38,7 +38,7 @@ class Sequences {
   std::vector<char> is_unfinished_;
   std::vector<int64_t> ends_;
   int64_t padding_;
-  std::optional<Sampling> sampling_;
+  Sampling sampling_;
 };
 
 // A program for one token, whose results are inputs of the next run.

@@ -145,6 +145,20 @@ void remove_least_likely(Kept& kept, int64_t removed) {
   kept.surplus = removed - static_cast<int64_t>(lower);
 }
 
+// Removes candidates with less than a part of the largest probability; returns whether there are
+// any. Equal ones, of which some are surplus, go together.
+bool remove_below(Kept& kept, float part) {
+  float largest = 0;
+  for (const Candidate& each : kept.candidates) largest = std::max(largest, each.probability);
+  const auto is_below = [&](const Candidate& each) { return each.probability < part * largest; };
+  const bool has_surplus = std::any_of(
+      kept.candidates.begin(), kept.candidates.end(),
+      [&](const Candidate& each) { return each.score == kept.edge && !is_below(each); });
+  const auto removed = std::erase_if(kept.candidates, is_below);
+  if (!has_surplus) kept.surplus = 0;
+  return removed > 0;
+}
+
 // Removes those that come first where torch sorts all scores, as transformers does; it promises no
 // order. Logits of bfloat16 are often equal.
 void remove_surplus(Kept& kept, const float* scores, int64_t count) {
@@ -188,16 +202,13 @@ Candidate draw(const Candidates& candidates, const std::vector<uint64_t>& random
 }
 
 // Overwrites the scores, (B, V) contiguous float32.
-at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Sampling& sampling) {
+at::Tensor sample(const at::Tensor& scores, const Sampling& sampling) {
   const int64_t rows = scores.size(0), count = scores.size(1);
-  at::Tensor drawn = at::empty({rows}, tokens.options());
+  at::Tensor drawn = at::empty({rows}, scores.options().dtype(at::kLong));
   // All scores are checked before a number is drawn.
   std::vector<Kept> kept;
   for (const auto row : c10::irange(rows)) {
     float* const own = scores.mutable_data_ptr<float>() + row * count;
-    if (sampling.repetition_penalty != 1) {
-      penalize(own, count, tokens[row], sampling.repetition_penalty);
-    }
     const auto temperature = static_cast<float>(sampling.temperature);
     bool is_nan = false;
     float largest = -std::numeric_limits<float>::infinity();
@@ -220,6 +231,9 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
         set_probabilities(of_row);
       }
     }
+    if (sampling.min_p > 0 && remove_below(of_row, static_cast<float>(sampling.min_p))) {
+      set_probabilities(of_row);
+    }
     kept.push_back(std::move(of_row));
   }
   auto* const generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
@@ -241,12 +255,26 @@ at::Tensor sample(const at::Tensor& scores, const at::Tensor& tokens, const Samp
 }  // namespace
 
 at::Tensor next_tokens(const at::Tensor& logits, const at::Tensor& tokens,
-                       const std::optional<Sampling>& sampling) {
+                       const std::vector<int64_t>& ends, const Sampling& sampling) {
   const at::Tensor last = logits.dim() == 3 ? logits.select(1, -1) : logits;
-  // torch's own argmax of 32,000 bfloat16 takes 117 us, and 35 as float32.
-  if (!sampling.has_value()) return at::argmax(last.to(at::kFloat), -1);
+  const int64_t rows = last.size(0), count = last.size(1);
+  const bool may_end = tokens.size(1) >= sampling.least_length;
+  if (sampling.is_greedy && sampling.repetition_penalty == 1 && may_end) {
+    // torch's own argmax of 32,000 bfloat16 takes 117 us, and 35 as float32.
+    return at::argmax(last.to(at::kFloat), -1);
+  }
   const auto scores = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-  return sample(scores, tokens, *sampling);
+  for (const auto row : c10::irange(rows)) {
+    float* const own = scores.mutable_data_ptr<float>() + row * count;
+    if (sampling.repetition_penalty != 1) {
+      penalize(own, count, tokens[row], sampling.repetition_penalty);
+    }
+    if (may_end) continue;
+    for (const int64_t end : ends) {
+      if (end >= 0 && end < count) own[end] = -std::numeric_limits<float>::infinity();
+    }
+  }
+  return sampling.is_greedy ? at::argmax(scores, -1) : sample(scores, sampling);
 }
 
 }  // namespace foo::graphs

@@ -16,6 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import (
     LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -30,12 +33,13 @@ from transformers.generation.stopping_criteria import (
 from foo_ops._C import Sampling, Sequences
 from foo_ops.integrations.transformers.replacement import Replacement
 
-ORDER = (
+GREEDY = (
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
 )
+"""Processors that also change which token is the likeliest."""
+ORDER = (*GREEDY, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """The order in which `Sampling` changes scores, which is that of `generate`."""
 LOGITS, TOKENS = "logits", "tokens"
 """Names of the logits among the values after a step, and of all tokens so far before it."""
@@ -47,13 +51,13 @@ class Selection(NamedTuple):
     """How tokens are chosen, and when a sequence ends.
 
     Attributes:
-        sampling: None for the likeliest token.
+        sampling: also says whether the likeliest token is taken.
         ends: tokens that end a sequence.
         padding: the token behind the end.
         length: of the longest sequence.
     """
 
-    sampling: Sampling | None
+    sampling: Sampling
     ends: list[int]
     padding: int
     length: int
@@ -160,11 +164,10 @@ def selection_of(
     of_ends = [it for it in criteria if type(it) is EosTokenCriteria]
     if len(lengths) != 1 or len(of_ends) != len(criteria) - 1 or warns(lengths[0]):
         return None
-    sampling = sampling_of(processors) if config.do_sample else None
-    is_known = sampling is not None and draws_alike() if config.do_sample else not processors
-    if not is_known:
-        return None
     ends = [int(end) for it in of_ends for end in it.eos_token_id]
+    sampling = sampling_of(processors, ends, not config.do_sample)
+    if sampling is None or not (sampling.is_greedy or draws_alike()):
+        return None
     padding = config._pad_token_tensor
     if ends and (padding is None or padding.numel() != 1):
         return None
@@ -177,27 +180,42 @@ def warns(criterion: MaxLengthCriteria) -> bool:
     return positions is not None and criterion.max_length > positions
 
 
-def sampling_of(processors: Sequence[LogitsProcessor]) -> Sampling | None:
+def sampling_of(
+    processors: Sequence[LogitsProcessor], ends: list[int], is_greedy: bool = False
+) -> Sampling | None:
     """Return what changes scores, or None if something else does."""
     kinds = [type(it) for it in processors]
-    if kinds != [it for it in ORDER if it in kinds] or not all(map(is_common, processors)):
+    known = [it for it in (GREEDY if is_greedy else ORDER) if it in kinds]
+    if kinds != known or not all(is_common(it, ends) for it in processors):
         return None
     sampling = Sampling()
+    sampling.is_greedy = is_greedy
     for it in processors:
         if isinstance(it, RepetitionPenaltyLogitsProcessor):
             sampling.repetition_penalty = it.penalty
+        elif isinstance(it, MinLengthLogitsProcessor):
+            sampling.least_length = it.min_length
+        elif isinstance(it, MinNewTokensLengthLogitsProcessor):
+            least = it.prompt_length_to_skip + it.min_new_tokens
+            sampling.least_length = max(sampling.least_length, least)
         elif isinstance(it, TemperatureLogitsWarper):
             sampling.temperature = it.temperature
         elif isinstance(it, TopKLogitsWarper):
             sampling.top_k = it.top_k
         elif isinstance(it, TopPLogitsWarper):
             sampling.top_p, sampling.least = it.top_p, it.min_tokens_to_keep
+        elif isinstance(it, MinPLogitsWarper):
+            sampling.min_p = it.min_p
     return sampling
 
 
-def is_common(processor: LogitsProcessor) -> bool:
+def is_common(processor: LogitsProcessor, ends: list[int]) -> bool:
     """Whether a processor removes tokens for good, and counts those of the whole sequence."""
     values = vars(processor)
+    if isinstance(processor, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)):
+        return set(processor.eos_token_id.tolist()) == set(ends)
+    if isinstance(processor, MinPLogitsWarper) and processor.min_tokens_to_keep != 1:
+        return False
     is_cut = any(values.get(it) is not None for it in ("prompt_ignore_length", "logits_indices"))
     return not is_cut and values.get("filter_value", -math.inf) == -math.inf
 
