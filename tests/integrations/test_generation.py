@@ -5,6 +5,7 @@ import itertools
 import re
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -254,16 +255,20 @@ def test_code_of_others_runs_for_each_token(monkeypatch):
 
 
 def test_signals_interrupt_the_loop():
-    model = apply(decoder("llama", max_position_embeddings=1 << 20))
-    generate(model, 10)
+    """The whole of it takes half a minute, in which nothing else calls Python."""
+    model = apply(decoder("llama", max_position_embeddings=1 << 16))
+    options = {"cache_implementation": "static"}
+    generate(model, 10, **options)
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    start = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, 1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            generate(model, 1 << 19)
+            generate(model, 1 << 15, **options)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+    assert time.monotonic() - start < 6
     assert torch.equal(generate(model, 20), generate(decoder("llama"), 20))
 
 

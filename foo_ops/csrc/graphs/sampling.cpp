@@ -146,17 +146,12 @@ void remove_least_likely(Kept& kept, int64_t removed) {
 }
 
 // Removes candidates with less than a part of the largest probability; returns whether there are
-// any. Equal ones, of which some are surplus, go together.
+// any.
 bool remove_below(Kept& kept, float part) {
   float largest = 0;
   for (const Candidate& each : kept.candidates) largest = std::max(largest, each.probability);
   const auto is_below = [&](const Candidate& each) { return each.probability < part * largest; };
-  const bool has_surplus = std::any_of(
-      kept.candidates.begin(), kept.candidates.end(),
-      [&](const Candidate& each) { return each.score == kept.edge && !is_below(each); });
-  const auto removed = std::erase_if(kept.candidates, is_below);
-  if (!has_surplus) kept.surplus = 0;
-  return removed > 0;
+  return std::erase_if(kept.candidates, is_below) > 0;
 }
 
 // Removes those that come first where torch sorts all scores, as transformers does; it promises no
