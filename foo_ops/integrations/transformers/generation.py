@@ -1,7 +1,9 @@
-"""The loop of `generate` for one token after the other, with little Python between two tokens.
+"""The loop of `generate` for one token after the other.
 
-transformers' own loop calls a dozen operators for each token, and another ten over all scores where
-tokens are sampled. Here one function of C++ draws a token, from the same random numbers of torch.
+transformers' own loop prepares the arguments of each call in Python, calls a dozen operators, and
+another ten over all scores where tokens are sampled. Here all that lies between two choices of
+tokens is one function, `step`, of which `decode_graph` makes a program; `Sequences` chooses tokens
+in C++, from the same random numbers of torch.
 """
 
 from __future__ import annotations
