@@ -326,6 +326,12 @@ def test_other_calls_are_left_to_transformers(options, loops):
     assert not loops
 
 
+def test_prompts_of_int32_are_left_to_transformers(loops):
+    ours = same_tokens(decoder("llama"), tokens(2, 7).int(), eos_token_id=[5, 17, 40])
+    assert ours.dtype == torch.int64
+    assert not loops
+
+
 def test_processors_in_another_order_are_left_to_transformers():
     temperature, top_k = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5)
     assert generation.sampling_of([temperature, top_k], []).top_k == 5
