@@ -152,7 +152,7 @@ def test_streamers(loops):
 
 
 def test_streamers_see_each_token(loops):
-    """What one changes in the model holds for the next token."""
+    """A change of the model by a streamer holds for the next token."""
 
     class Negative(Streamer):
         def put(self, value):
@@ -207,6 +207,23 @@ def test_a_model_that_changes_between_calls():
             each.lm_head.weight.neg_()
     assert graphs_of_steps(model)
     assert torch.equal(generate(model, 20), generate(own, 20))
+
+
+def test_embeddings_of_many_lengths_are_not_recorded_again_and_again(monkeypatch):
+    """Tokens of `generate` are then fewer than those of the cache, by another number each time."""
+    model, own, calls = apply(decoder("llama")), decoder("llama"), []
+    record = decode_graph.record
+    monkeypatch.setattr(decode_graph, "record", lambda *it: calls.append(it) or record(*it))
+    counts = []
+    for length in (*range(3, 11), 3):
+        options = {"inputs_embeds": torch.randn(1, length, 48), "max_new_tokens": 12}
+        options |= {"do_sample": False, "pad_token_id": 0}
+        calls.clear()
+        assert torch.equal(model.generate(**options), own.generate(**options))
+        counts.append(len(calls))
+    most = decode_graph.MOST_VARIANTS
+    # Then the forward's graph is recorded, once.
+    assert counts == [decode_graph.STEPS] * (most + 1) + [0] * (len(counts) - most - 1)
 
 
 def test_two_models_take_turns():
@@ -323,6 +340,12 @@ OTHERS = {
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_other_calls_are_left_to_transformers(options, loops):
     same_tokens(decoder("llama"), tokens(2, 7), **options)
+    assert not loops
+
+
+def test_prompts_of_int32_are_left_to_transformers(loops):
+    ours = same_tokens(decoder("llama"), tokens(2, 7).int(), eos_token_id=[5, 17, 40])
+    assert ours.dtype == torch.int64
     assert not loops
 
 

@@ -68,7 +68,8 @@ STEPS = 3
 MOST_FAILURES = 6
 """After as many recordings in vain, one after the other, such calls are not recorded again."""
 MOST_VARIANTS = 4
-"""Graphs of the same calls, whose operators depend on what a tensor contains."""
+"""Graphs of the same calls, whose operators depend on what a tensor contains, or of steps whose
+tokens are fewer than their cache's."""
 MOST_GRAPHS = 16
 """Graphs of a kind of calls that are kept, such as for several lengths of static caches."""
 MOST_KEYS = 64
@@ -401,6 +402,19 @@ class Graphs:
             self.calls[counted] = self.calls.get(counted, 0) + 1
             return int(self.calls[counted])
 
+    def has_enough_offsets(self, key: Key, call: Call, position: int) -> bool:
+        """Whether a step has fewer tokens than its cache, as after embeddings, and no graph.
+
+        Each length of embeddings would be another graph of steps; the model's forward has one for
+        all of them.
+        """
+        # Caches without a length have that of the tokens.
+        is_usual = call.sequences is None or call.sequences.length - position in (0, 1)
+        graphs = self.graphs.get(key, ())
+        if is_usual or len(graphs) < MOST_VARIANTS:
+            return False
+        return not any(it.arguments.holds(call.given.atoms, position) for it in graphs)
+
     def add(self, key: Key, graph: Graph) -> None:
         self.failures.pop(key, None)
         self.graphs[key] = [*self.graphs.get(key, ()), graph][-MOST_GRAPHS:]
@@ -544,7 +558,7 @@ def decode(model: Any, call: Call) -> Any:
         region,
     )
     has_failed = len(known.failures.get(key, ())) >= MOST_FAILURES
-    if has_failed and key not in known.graphs:
+    if (has_failed and key not in known.graphs) or known.has_enough_offsets(key, call, position):
         return call.own(**call.arguments)
     if isinstance(cache, Cache):
         foo_cache.make_room(cache, call.count)

@@ -88,6 +88,7 @@ class FooGenerator(Replacement):
         is_usual = (
             own.__func__ is GenerationMixin._sample
             and input_ids.is_cpu
+            and input_ids.dtype is torch.int64
             and self.device.type == "cpu"
             and not synced_gpus
             and not generation_config.return_dict_in_generate
