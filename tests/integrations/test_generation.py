@@ -289,6 +289,29 @@ def test_signals_interrupt_the_loop():
     assert torch.equal(generate(model, 20), generate(decoder("llama"), 20))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral: windows"])
+def test_the_cache_after_an_error(name):
+    """A token makes the next step's logits NaN, of which no sample can be drawn."""
+    found = []
+    for change in (lambda model: model, apply):
+        model = change(decoder(name))
+        generate(model, 20)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[20:24] = torch.nan
+        cache = transformers.StaticCache(model.config, 60)
+        torch.manual_seed(4)
+        with pytest.raises(RuntimeError, match="nan"):
+            generate(model, 50, do_sample=True, past_key_values=cache)
+        values = [it for layer in cache.layers for it in (layer.keys, layer.values)]
+        lengths = [vars(it).get("cumulative_length_int", 0) for it in cache.layers]
+        found.append((cache.get_seq_length(), lengths, values))
+    (length, lengths, theirs), (our_length, our_lengths, ours) = found
+    # Steps are recorded, and then run in a loop.
+    assert our_length == length > 7 + decode_graph.STEPS + 3
+    assert our_lengths == lengths
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
 def test_the_cache_after_a_loop():
     """A later call, of `generate` or of the model, goes on where the loop has ended."""
     found = []

@@ -291,18 +291,19 @@ class Changes {
 // ms, which not every token is to wait for.
 constexpr auto kBetweenSignals = std::chrono::milliseconds(50);
 
-std::pair<int64_t, std::vector<at::Tensor>> run_loop_with_signals(
-    const Program& program, const Loop& loop, int64_t position, std::vector<at::Tensor> inputs,
-    Sequences& sequences, int64_t most) {
+void run_loop_with_signals(const Program& program, const Loop& loop, int64_t position,
+                           std::vector<at::Tensor> inputs, Sequences& sequences, int64_t most,
+                           Progress& progress) {
   using Clock = std::chrono::steady_clock;
   auto last = Clock::now();
-  return run_loop(program, loop, position, std::move(inputs), sequences, most, [&] {
+  const auto check_signals = [&] {
     const auto now = Clock::now();
     if (now - last < kBetweenSignals) return;
     last = now;
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  };
+  run_loop(program, loop, position, std::move(inputs), sequences, most, check_signals, progress);
 }
 
 // Whether anything beside results may depend on calls of operators, or be told of them.
@@ -340,6 +341,10 @@ void bind_programs(py::module_& module) {
       .def_property_readonly("length", &Sequences::length)
       .def_property_readonly("goes_on", &Sequences::goes_on)
       .def("tokens", torch::wrap_pybind_function(&Sequences::tokens));
+  py::class_<Progress>(module, "Progress")
+      .def(py::init<>())
+      .def_readonly("count", &Progress::count)
+      .def_readonly("outputs", &Progress::outputs);
   py::class_<Loop>(module, "Loop")
       .def(py::init([](std::vector<std::pair<size_t, size_t>> feeds, std::optional<size_t> tokens,
                        size_t logits) { return Loop{std::move(feeds), tokens, logits}; }),
@@ -357,7 +362,8 @@ void bind_programs(py::module_& module) {
       .def("run", torch::wrap_pybind_function_no_gil(&Program::run), py::arg("position"),
            py::arg("inputs"))
       .def("run_loop", torch::wrap_pybind_function_no_gil(&run_loop_with_signals), py::arg("loop"),
-           py::arg("position"), py::arg("inputs"), py::arg("sequences"), py::arg("most"))
+           py::arg("position"), py::arg("inputs"), py::arg("sequences"), py::arg("most"),
+           py::arg("progress"))
       .def("__len__", &Program::size);
   py::class_<Snapshot>(module, "Snapshot", py::custom_type_setup(&take_part_in_collection))
       .def(py::init(torch::wrap_pybind_function(

@@ -54,23 +54,19 @@ bool Sequences::goes_on() const {
   return std::find(is_unfinished_.begin(), is_unfinished_.end(), true) != is_unfinished_.end();
 }
 
-std::pair<int64_t, std::vector<at::Tensor>> run_loop(const Program& program, const Loop& loop,
-                                                     int64_t position,
-                                                     std::vector<at::Tensor> inputs,
-                                                     Sequences& sequences, int64_t most,
-                                                     const std::function<void()>& between_tokens) {
-  std::vector<at::Tensor> outputs;
-  int64_t count = 0;
-  for (; count < most && sequences.goes_on(); ++count) {
-    if (count > 0) between_tokens();
+void run_loop(const Program& program, const Loop& loop, int64_t position,
+              std::vector<at::Tensor> inputs, Sequences& sequences, int64_t most,
+              const std::function<void()>& between_tokens, Progress& progress) {
+  while (progress.count < most && sequences.goes_on()) {
+    if (progress.count > 0) between_tokens();
     if (loop.tokens.has_value()) inputs.at(*loop.tokens) = sequences.tokens();
-    std::optional<std::vector<at::Tensor>> found = program.run(position + count, inputs);
-    if (!found.has_value()) break;
-    outputs = std::move(*found);
-    sequences.append(outputs.at(loop.logits));
-    for (const auto& [input, output] : loop.feeds) inputs.at(input) = outputs.at(output);
+    auto outputs = program.run(position + progress.count, inputs);
+    if (!outputs.has_value()) return;
+    progress.outputs = std::move(*outputs);
+    ++progress.count;
+    for (const auto& [input, output] : loop.feeds) inputs.at(input) = progress.outputs.at(output);
+    sequences.append(progress.outputs.at(loop.logits));
   }
-  return {count, std::move(outputs)};
 }
 
 }  // namespace foo::graphs

@@ -51,13 +51,17 @@ struct Loop {
   size_t logits;
 };
 
+// How many tokens a loop has run, and the last one's outputs.
+struct Progress {
+  int64_t count = 0;
+  std::vector<at::Tensor> outputs;
+};
+
 // Runs a program for up to `most` tokens, from a position on, until all sequences have ended or the
-// program declines. Calls `between_tokens` before each but the first. Returns the number of runs,
-// and the last one's outputs.
-std::pair<int64_t, std::vector<at::Tensor>> run_loop(const Program& program, const Loop& loop,
-                                                     int64_t position,
-                                                     std::vector<at::Tensor> inputs,
-                                                     Sequences& sequences, int64_t most,
-                                                     const std::function<void()>& between_tokens);
+// program declines. Calls `between_tokens` before each but the first. `progress` is right after an
+// exception, too.
+void run_loop(const Program& program, const Loop& loop, int64_t position,
+              std::vector<at::Tensor> inputs, Sequences& sequences, int64_t most,
+              const std::function<void()>& between_tokens, Progress& progress);
 
 }  // namespace foo::graphs

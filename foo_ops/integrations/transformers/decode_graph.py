@@ -27,7 +27,16 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import GeneralInterface
 
-from foo_ops._C import Changes, Loop, Number, Program, Sequences, Snapshot, are_calls_seen
+from foo_ops._C import (
+    Changes,
+    Loop,
+    Number,
+    Program,
+    Progress,
+    Sequences,
+    Snapshot,
+    are_calls_seen,
+)
 from foo_ops.compat import has_any_global_hook
 from foo_ops.integrations.transformers import cache as foo_cache
 from foo_ops.integrations.transformers.cache_state import (
@@ -248,20 +257,28 @@ class Binding:
         """
         if position not in self.positions:
             return None
-        graph, last = self.graph, position
+        graph = self.graph
         inputs = [*(call.given.tensors[it] for it in graph.tensors), *self.inputs]
         if call.sequences is None or graph.loop is None:
             outputs = graph.program.run(position, inputs)
+            if outputs is not None:
+                self.write(outputs, position)
         else:
-            most = min(call.most, self.positions.stop - position)
-            count, outputs = graph.program.run_loop(
-                graph.loop, position, inputs, call.sequences, most
-            )
-            last += count - 1
-        if not outputs:
-            return None
-        self.write(outputs, last)
-        return self.output(outputs, call.arguments)
+            outputs = self.run_loop(graph.loop, call, call.sequences, inputs, position)
+        return self.output(outputs, call.arguments) if outputs else None
+
+    def run_loop(
+        self, loop: Loop, call: Call, sequences: Sequences, inputs: list[Tensor], position: int
+    ) -> list[Tensor]:
+        """Return the outputs of the last step. The cache is as it leaves it, also if one raises."""
+        most = min(call.most, self.positions.stop - position)
+        progress = Progress()
+        try:
+            self.graph.program.run_loop(loop, position, inputs, sequences, most, progress)
+        finally:
+            if progress.count:
+                self.write(progress.outputs, position + progress.count - 1)
+        return progress.outputs
 
     def output(self, outputs: list[Tensor], arguments: Values) -> Any:
         values = {

@@ -234,26 +234,36 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} with {int((~tensor.isfinite()).sum())} not finite"
 
 
-def generate(model: nn.Module, inputs: dict[str, Any], options: dict) -> tuple[Tensor, Tensor]:
-    """Return the new tokens, and the logits from which they were chosen."""
-    output = model.generate(
+def generate(model: nn.Module, inputs: dict[str, Any], options: dict, **outputs: bool) -> Any:
+    return model.generate(
         **inputs,
         **options,
+        **outputs,
         max_new_tokens=NEW_TOKENS,
         min_new_tokens=NEW_TOKENS,
         do_sample=False,
         num_beams=1,
         pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
     )
+
+
+def with_logits(
+    model: nn.Module, inputs: dict[str, Any], options: dict
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new tokens, the logits from which they were chosen, and all tokens."""
+    output = generate(model, inputs, options, output_logits=True, return_dict_in_generate=True)
     logits = torch.stack(output.logits, 1)
-    return output.sequences[:, -logits.shape[1] :], logits
+    return output.sequences[:, -logits.shape[1] :], logits, output.sequences
 
 
 def compare_tokens(trio: Trio, inputs: dict[str, Any], options: dict[str, Any]) -> None:
     """Raise DiffersError if tokens differ, unless the exact logits are nearly tied."""
-    (ours, _), (theirs, _), (exact, logits) = each(trio, generate, inputs, options)
+    (ours, _, all_ours), (theirs, *_), (exact, logits, _) = each(trio, with_logits, inputs, options)
+    # Without logits, apply's own loop generates the tokens.
+    torch.manual_seed(0)
+    alone = generate(trio.ours, copy.deepcopy(inputs), options)
+    if not torch.equal(alone, all_ours):
+        raise DiffersError(f"tokens {alone.tolist()} without logits, {all_ours.tolist()} with them")
     if torch.equal(ours, theirs) or torch.equal(ours, exact):
         return
     if ours.shape != exact.shape:
