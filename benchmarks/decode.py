@@ -37,7 +37,7 @@ GENERATE: dict[str, dict[str, Any]] = {
     "generate, greedy": {"do_sample": False},
     "generate, top 50": {"do_sample": True, "top_k": 50},
 }
-"""Ways to choose tokens. The prompt's time is part of each."""
+"""Ways to choose tokens. What `generate` does before the first one is part of each."""
 
 
 NARROW = models.Size(
@@ -86,7 +86,7 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
             prepare = partial(parts, llama, part)
             yield Case(SECTION, f"{name}: {part}", prepare, (count,))
         for way, options in GENERATE.items():
-            prepare = partial(generating, llama, options)
+            prepare = partial(generating, llama, size.tokens, options)
             yield Case(SECTION, f"{name}: {way}", prepare, (count,))
     name = f"Whisper {dict(size.whisper)['d_model']}, {size.tokens} tokens, bfloat16"
     yield Case(SECTION, name, partial(whisper_contenders, size), (threads,), headline=True)
@@ -223,26 +223,24 @@ def parts(size: models.Size, part: str) -> Contenders:
     }
 
 
-def generating(size: models.Size, options: dict[str, Any]) -> Contenders:
-    """Compare tokens of `generate`, which also chooses each of them."""
+def generating(size: models.Size, count: int, options: dict[str, Any]) -> Contenders:
+    """Compare tokens of `generate`, which also chooses each of them, after a short prompt."""
     from foo_ops.integrations.transformers import apply
 
     model = size.model("bfloat16")
     model.generation_config.eos_token_id = None
-    prompt = size.tokens(1, size.prompt)
+    prompt = size.tokens(1, 8)
 
     def made(change: Callable[[Any], Any]) -> PerToken:
         changed = change(copy.deepcopy(model))
 
         def run() -> Tensor:
-            tokens = changed.generate(
-                prompt, max_new_tokens=size.decoded, pad_token_id=0, **options
-            )
+            tokens = changed.generate(prompt, max_new_tokens=count, pad_token_id=0, **options)
             # Models round differently, and so may choose other tokens.
             return torch.tensor(tokens.shape)
 
         run()
-        return PerToken(Local(run, torch.no_grad), size.decoded)
+        return PerToken(Local(run, torch.no_grad), count)
 
     return {
         OURS: lambda: made(apply),
