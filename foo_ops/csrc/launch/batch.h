@@ -1,4 +1,4 @@
-// Parallel loops that wait for each other, and then run as one.
+// Parallel loops that wait: for each other, to run as one, or to run again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,41 +13,55 @@
 
 namespace foo {
 
-// Runs the jobs of calls, which do not depend on each other, in one parallel loop. A call has
-// jobs(), the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) for
-// plans.
+// Calls that do not depend on each other, whose jobs run in one parallel loop. A call has jobs(), the
+// bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) for plans.
 template <class Call>
-void run_together(const std::vector<Call>& calls) {
-  std::vector<int64_t> ends;
-  int64_t jobs = 0, bytes = 0;
-  for (const Call& call : calls) {
-    ends.push_back(jobs += call.jobs());
-    bytes = std::max(bytes, call.bytes());
+class JoinedCalls {
+ public:
+  explicit JoinedCalls(std::vector<Call> calls) : calls_(std::move(calls)) {
+    for (const Call& call : calls_) {
+      ends_.push_back(jobs_ += call.jobs());
+      bytes_ = std::max(bytes_, call.bytes());
+    }
   }
-  const auto place_of = [&](int64_t job) {
-    const auto index = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
-    return std::pair(index, job - (index == 0 ? 0 : ends[index - 1]));
-  };
-  share_jobs(
-      jobs,
-      [&](int64_t thread, auto next) {
-        const ScratchMemory scratch(scratch_pool(), thread, bytes);
-        for (int64_t job = next(); job >= 0; job = next()) {
+
+  void run() const {
+    share_jobs(
+        jobs_,
+        [&](int64_t thread, auto next) {
+          const ScratchMemory scratch(scratch_pool(), thread, bytes_);
+          for (int64_t job = next(); job >= 0; job = next()) {
+            const auto [index, own] = place_of(job);
+            calls_[index].work(own, scratch.get());
+          }
+        },
+        [&](int64_t job) {
           const auto [index, own] = place_of(job);
-          calls[index].work(own, scratch.get());
-        }
-      },
-      [&](int64_t job) {
-        const auto [index, own] = place_of(job);
-        return calls[index].cost(own);
-      });
+          return calls_[index].cost(own);
+        });
+  }
+
+ private:
+  std::pair<int64_t, int64_t> place_of(int64_t job) const {
+    const auto index = std::upper_bound(ends_.begin(), ends_.end(), job) - ends_.begin();
+    return {index, job - (index == 0 ? 0 : ends_[index - 1])};
+  }
+
+  std::vector<Call> calls_;
+  std::vector<int64_t> ends_;
+  int64_t jobs_ = 0, bytes_ = 0;
+};
+
+template <class Call>
+void run_together(std::vector<Call> calls) {
+  JoinedCalls<Call>(std::move(calls)).run();
 }
 
 // A call of any kind, with the tensors whose memory it reads and writes.
-class Loop {
+class ParallelLoop {
  public:
   template <class Call>
-  Loop(Call call, std::vector<at::Tensor> tensors)
+  ParallelLoop(Call call, std::vector<at::Tensor> tensors)
       : jobs_(call.jobs()),
         bytes_(call.bytes()),
         work_([call](int64_t job, void* scratch) { call.work(job, scratch); }),
@@ -58,6 +72,7 @@ class Loop {
   int64_t bytes() const { return bytes_; }
   void work(int64_t job, void* scratch) const { work_(job, scratch); }
   double cost(int64_t job) const { return cost_(job); }
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
  private:
   int64_t jobs_, bytes_;
@@ -77,21 +92,21 @@ class LoopBatch {
   LoopBatch(const LoopBatch&) = delete;
   LoopBatch& operator=(const LoopBatch&) = delete;
 
-  // Returns this thread's batch, if it takes calls with such an output.
-  static LoopBatch* of(const at::Tensor& output) { return output.is_cpu() ? current_ : nullptr; }
+  // Returns this thread's batch, if it takes calls on such a device.
+  static LoopBatch* on(c10::Device device) { return device.is_cpu() ? current_ : nullptr; }
 
-  void add(Loop loop) { loops_.push_back(std::move(loop)); }
+  void add(ParallelLoop loop) { loops_.push_back(std::move(loop)); }
 
-  void run() {
-    run_together(loops_);
-    loops_.clear();
-  }
+  // Returns the loops that were left, which may run more than once while their memory is there.
+  std::vector<ParallelLoop> take() { return std::exchange(loops_, {}); }
+
+  void run() { run_together(take()); }
 
  private:
   static inline thread_local LoopBatch* current_ = nullptr;
 
   LoopBatch* outer_;
-  std::vector<Loop> loops_;
+  std::vector<ParallelLoop> loops_;
 };
 
 }  // namespace foo

@@ -247,6 +247,11 @@ void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
     return;
   }
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  if (threads == 1) {
+    int64_t job = 0;
+    work(0, [&] { return job < jobs ? job++ : -1; });
+    return;
+  }
   ThreadShares shares(jobs, threads);
   run_threads(threads, [&](int64_t thread) { work(thread, [&] { return shares.take(thread); }); });
 }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "launch/fork_mutex.h"
+#include "launch/lasting.h"
 
 namespace foo {
 
@@ -306,7 +307,8 @@ void free_small(void* memory) {
 }  // namespace
 
 c10::DataPtr allocate_small_result(size_t bytes) {
-  void* const memory = small_blocks().take(size_index(bytes));
+  void* const memory =
+      LastingResults::lives() ? nullptr : small_blocks().take(size_index(bytes));
   if (memory != nullptr) c10::profiledCPUMemoryReporter().New(memory, bytes);
   return {memory, memory, &free_small, c10::Device(c10::kCPU)};
 }

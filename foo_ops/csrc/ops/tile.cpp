@@ -159,6 +159,51 @@ void TileCall::add_scratch() {
   add_number(0);
 }
 
+class TileCall::Waiting {
+ public:
+  Waiting(TileCall call, TileFunction* function, int64_t tiles, int64_t grain)
+      : call_(std::move(call)), function_(function), tiles_(tiles), grain_(std::min(grain, tiles)) {
+    call_.make_views(views_, outside_);
+  }
+
+  int64_t jobs() const { return tiles_ == 0 ? 0 : (tiles_ + grain_ - 1) / grain_; }
+
+  void work(int64_t job) const {
+    const int64_t begin = job * grain_;
+    int64_t count = 0;
+    function_(call_.numbers_.data(), kRunTiles, &count, begin, std::min(begin + grain_, tiles_));
+  }
+
+ private:
+  TileCall call_;
+  TileFunction* function_;
+  int64_t tiles_, grain_;
+  Views views_;
+  Outside outside_{};
+};
+
+bool TileCall::can_wait(const TileOptions& options) const {
+  const bool has_checks = std::find(options.checks.begin(), options.checks.end(), true) !=
+                          options.checks.end();
+  return !has_checks && !options.finishes && !options.refuses_late && options.scratch.empty() &&
+         lists_.empty() && generators_.empty() && !checks_bounds();
+}
+
+namespace {
+
+// A call of JoinedCalls.
+template <class Waiting>
+struct WaitingTiles {
+  std::shared_ptr<const Waiting> call;
+
+  int64_t jobs() const { return call->jobs(); }
+  int64_t bytes() const { return 0; }
+  void work(int64_t job, void*) const { call->work(job); }
+  double cost(int64_t) const { return 1; }
+};
+
+}  // namespace
+
 bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
                    c10::Device device) {
   if (checks_bounds()) signature_.push_back(kChecked);
@@ -181,6 +226,14 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   if (tiles == kRefused) return false;
   TORCH_CHECK_VALUE(tiles >= 0, operator_name, ": tiles must return a number of at least 0, got ",
                     tiles);
+  const int64_t grain =
+      grain_size(std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1)));
+  if (LoopBatch* const batch = LoopBatch::on(device); batch != nullptr && can_wait(options)) {
+    std::vector<at::Tensor> tensors(tensors_.begin(), tensors_.end());
+    const WaitingTiles<Waiting> call{std::make_shared<const Waiting>(std::move(*this), function, tiles, grain)};
+    batch->add(ParallelLoop(call, std::move(tensors)));
+    return true;
+  }
   const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);
   const ScratchShapes of_thread = scratch_shapes(operator_name, options, counts.data() + 1, false);
   scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
@@ -189,8 +242,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
     numbers_[index] = draw_seed(generator, device);
   }
   std::mutex mutex;
-  const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
-  at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
     if (of_thread.empty()) {
       function(numbers_.data(), kRunTiles, counts.data(), begin, end);
       return;

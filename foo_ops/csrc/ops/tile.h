@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "launch/batch.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/parameter.h"
@@ -131,13 +132,19 @@ class TileCall {
 
   void add_scratch();
 
-  // Returns false if the kernel's check fails and nothing is written, or if the kernel refuses
-  // late. Throws if a kernel that checks its accesses has found one out of bounds.
+  // Runs the call, or leaves it to this thread's batch. Returns false if the kernel's check fails and
+  // nothing is written, or if the kernel refuses late. Throws if a kernel that checks its accesses has found one out of bounds.
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
            c10::Device device);
 
  private:
   using Views = c10::SmallVector<View, 8>;
+
+  // A call that waits, where its tensors and views stay.
+  class Waiting;
+
+  // Whether all that the call does is to run its tiles.
+  bool can_wait(const TileOptions& options) const;
 
   // Returns the scratch shapes per call, or per thread, out of the sizes of all.
   ScratchShapes scratch_shapes(const std::string& operator_name, const TileOptions& options,

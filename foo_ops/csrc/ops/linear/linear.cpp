@@ -100,7 +100,7 @@ at::Tensor linear_silu_mul(const at::Tensor& input, const at::Tensor& gate_weigh
     up = Matrix(up_weight.contiguous());
   }
   const at::Tensor output = make_rows(input, gate.rows());
-  multiply(output, Matrix(input), gate, std::nullopt, Finish::kSiluMul, up.data());
+  multiply(output, Matrix(input), gate, std::nullopt, Finish::kSiluMul, &up);
   return output;
 }
 

@@ -275,19 +275,16 @@ Product make_product(const at::Tensor& output, const Matrix& left, const Matrix&
 }
 
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
-              const std::optional<at::Tensor>& bias, Finish finish, const void* second) {
+              const std::optional<at::Tensor>& bias, Finish finish, const Matrix* second) {
   if (output.numel() == 0) return;
   const auto dtype = output.scalar_type();
   Product product = make_product(output, left, right, bias);
-  product.second = second;
+  if (second != nullptr) product.second = second->data();
   const auto multiply_few_rows = [&](const Product& few) {
     auto* const kernel = few_rows_kernels()[finish].get<ProductFunction>(dtype);
     const ProductCall<Product> call{few, kernel, cut_of_few_rows(few)};
-    if (second == nullptr) {
-      run_or_wait(call, output, left.tensor(), right.tensor(), bias);
-    } else {
-      run_together<ProductCall<Product>>({call});
-    }
+    const at::Tensor other = second == nullptr ? at::Tensor() : second->tensor();
+    run_or_wait(call, output, left.tensor(), right.tensor(), other, bias);
   };
   if (has_few_rows(product, dtype)) {
     multiply_few_rows(product);

@@ -119,7 +119,7 @@ enum class Finish { kNothing, kRelu, kSilu, kGelu, kGeluTanh, kSiluMul };
 // strides of the right matrix.
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
               const std::optional<at::Tensor>& bias = std::nullopt,
-              Finish finish = Finish::kNothing, const void* second = nullptr);
+              Finish finish = Finish::kNothing, const Matrix* second = nullptr);
 
 // Computes independent products of one dtype, without epilogues, in one parallel loop.
 void multiply_all(const std::vector<Product>& products, at::ScalarType dtype);
@@ -252,10 +252,10 @@ struct ProductCall {
 template <class AnyProduct, class... Tensors>
 void run_or_wait(const ProductCall<AnyProduct>& call, const at::Tensor& output,
                  const Tensors&... read) {
-  LoopBatch* const batch = LoopBatch::of(output);
+  LoopBatch* const batch = LoopBatch::on(output.device());
   if (batch == nullptr) return run_together<ProductCall<AnyProduct>>({call});
   const auto tensor = [](const std::optional<at::Tensor>& it) { return it.value_or(at::Tensor()); };
-  batch->add(Loop(call, {output, tensor(read)...}));
+  batch->add(ParallelLoop(call, {output, tensor(read)...}));
 }
 
 }  // namespace foo

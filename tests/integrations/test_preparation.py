@@ -1,0 +1,330 @@
+"""Loops of programs that stay from run to run, without their launchers."""
+
+import threading
+
+import pytest
+import torch
+from foo_ops._C import Number, Program, Register
+
+import foo_ops
+from foo_ops.testing.checks.matrix import threads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def register(index):
+    return Register(index)
+
+
+def call(name, arguments, results, last_uses=(), overload="", **keywords):
+    return (list(last_uses), name, overload, (tuple(arguments), keywords, tuple(results)))
+
+
+def add(source, target, number=1.0):
+    """Return a call that is no loop of ours."""
+    return call("aten::add", [register(source), number], [register(target)], overload="Scalar")
+
+
+def with_loop(operator, constants, count=1, **keywords):
+    """Return the program of ``rms_norm(operator(input + 1, *constants))``."""
+    first = 2 + len(constants)
+    results = [register(first + it) for it in range(count)]
+    places = range(2, first)
+    arguments = [register(1), *(register(it) for it in places)]
+    # The norms are outputs, so they are new each time.
+    norms = [
+        call("foo::rms_norm", [it], [register(it.index + count)], [it.index]) for it in results
+    ]
+    return Program(
+        first + 2 * count,
+        [0],
+        [it.index + count for it in results],
+        list(zip(places, constants)),
+        [add(0, 1), call(operator, arguments, results, [1], **keywords), *norms],
+    )
+
+
+def quantized(bits, group_size=None, size=64):
+    return foo_ops.quantize_weight(numbers(24, size, seed=5), bits, group_size)
+
+
+WEIGHT, OTHER = numbers(24, 64, seed=1), numbers(24, 64, seed=2)
+GAIN, SHIFT = numbers(64, seed=3), numbers(64, seed=4)
+TABLES = numbers(2, 1, 32, seed=6).unbind(0)
+LOOPS = {
+    "linear": ("linear", [WEIGHT, numbers(24, seed=7)], {}, 1),
+    "linear_activation": ("linear_activation", [WEIGHT, None], {"activation": "gelu"}, 1),
+    "linear_silu_mul": ("linear_silu_mul", [WEIGHT, OTHER], {}, 1),
+    "linear_int8": ("linear_int8", quantized(8), {}, 1),
+    "linear_int8, integers": ("linear_int8", quantized(8), {"activations": 8}, 1),
+    "linear_int4": ("linear_int4", quantized(4, 32), {"group_size": 32}, 1),
+    "rms_norm": ("rms_norm", [GAIN], {"eps": 0.1}, 1),
+    "add_rms_norm": ("add_rms_norm", [numbers(3, 64, seed=8), GAIN], {"eps": 0.1}, 2),
+    "layer_norm": ("layer_norm", [GAIN, SHIFT], {"eps": 0.1}, 1),
+    "add_layer_norm": ("add_layer_norm", [numbers(3, 64, seed=8), GAIN, SHIFT], {"eps": 0.1}, 2),
+    "rotary_embedding": ("rotary_embedding", TABLES, {}, 1),
+}
+"""Operators, what follows their input of 3 rows of 64, and how many results they have."""
+
+
+def called(operator, input, constants, keywords):
+    results = getattr(torch.ops.foo, operator)(input, *constants, **keywords)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def made(name):
+    operator, constants, keywords, count = LOOPS[name]
+    given = [it for it in constants if it is not None]
+    return with_loop(f"foo::{operator}", given, count, **keywords)
+
+
+def expected(name, input):
+    operator, constants, keywords, _ = LOOPS[name]
+    with torch.no_grad():
+        results = called(operator, input + 1, constants, keywords)
+    return [torch.ops.foo.rms_norm(it) for it in results]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_stay(name, count):
+    program = made(name)
+    inputs = [numbers(3, 64, seed=it) for it in range(5)]
+    with threads(count):
+        # Results of earlier runs are compared after later ones.
+        outputs = [program.run(0, [it]) for it in inputs]
+        for ours, input in zip(outputs, inputs):
+            for one, other in zip(ours, expected(name, input), strict=True):
+                assert torch.equal(one, other)
+    assert program.lasting_calls == 1
+
+
+def test_the_number_of_threads_may_change():
+    program = made("linear")
+    for seed, count in enumerate([1, 2, 2, 1, 1]):
+        with threads(count):
+            input = numbers(3, 64, seed=seed)
+            assert torch.equal(program.run(0, [input])[0], expected("linear", input)[0])
+
+
+def test_inputs_of_other_sizes():
+    program = made("rms_norm")
+    for rows in (3, 3, 5, 5, 1, 3):
+        input = numbers(rows, 64, seed=rows)
+        assert torch.equal(program.run(0, [input])[0], expected("rms_norm", input)[0])
+    input = numbers(64, 3).t()
+    # ATen keeps the strides of its argument.
+    for _ in range(3):
+        assert torch.equal(program.run(0, [input])[0], expected("rms_norm", input)[0])
+
+
+def test_constants_that_are_written():
+    weight = WEIGHT.clone()
+    program = with_loop("foo::linear", [weight])
+    input = numbers(3, 64)
+    for _ in range(3):
+        weight.mul_(-2)
+        result = torch.ops.foo.rms_norm(torch.ops.foo.linear(input + 1, weight))
+        assert torch.equal(program.run(0, [input])[0], result)
+    assert program.lasting_calls == 1
+    weight.data = numbers(24, 64, seed=9)
+    assert program.run(0, [input]) is None
+
+
+def test_copies_that_a_launcher_makes_do_not_stay():
+    weight = numbers(64, 48, seed=1).t()[::2]
+    program = with_loop("foo::linear_int8", [(weight * 20).to(torch.int8), numbers(24, seed=2)])
+    weight = numbers(128, 24).t()[:, ::2]
+    strided = with_loop("foo::linear", [weight])
+    input = numbers(3, 64)
+    for each in (program, strided):
+        first = each.run(0, [input])[0]
+        assert torch.equal(each.run(0, [input])[0], first)
+    before = strided.run(0, [input])[0].clone()
+    weight.zero_()
+    assert not torch.equal(strided.run(0, [input])[0], before)
+    assert torch.equal(strided.run(0, [input])[0], torch.zeros(3, 24))
+    assert program.lasting_calls == 0
+
+
+def test_calls_with_several_loops_do_not_stay():
+    # Many rows are rounded in a loop of their own.
+    program = with_loop("foo::linear_int8", quantized(8), activations=8)
+    for seed in range(3):
+        input = numbers(100, 64, seed=seed)
+        result = torch.ops.foo.linear_int8(input + 1, *quantized(8), activations=8)
+        assert torch.equal(program.run(0, [input])[0], torch.ops.foo.rms_norm(result))
+    assert program.lasting_calls == 0
+
+
+RETURNED = {
+    "the result": [],
+    "a view": [([], register(3), [64, 1], register(4), [3, 8], [64, 1], 2)],
+    "an alias": [call("aten::_unsafe_view", [register(3), [64, 3]], [register(4)])],
+    "of an alias": [
+        call("aten::t", [register(3)], [register(5)]),
+        call("aten::slice", [register(5), 0, 1, 9], [register(4)], overload="Tensor"),
+    ],
+    "in a list": [call("aten::split", [register(3), 2], [[4, 5]], overload="Tensor")],
+}
+
+
+def numbered(instruction):
+    return tuple(
+        [Number(each, 0) for each in it]
+        if isinstance(it, list) and it and isinstance(it[0], int) and place > 0
+        else Number(it, 0)
+        if isinstance(it, int)
+        else it
+        for place, it in enumerate(instruction)
+    )
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_outputs_are_new_in_each_run(name):
+    after = [numbered(it) if isinstance(it[1], Register) else it for it in RETURNED[name]]
+    norm = call("foo::rms_norm", [register(1), register(2)], [register(3)])
+    last = 4 if after else 3
+    program = Program(6, [0], [last], [(2, GAIN)], [add(0, 1), norm, *after])
+    runs = [program.run(0, [numbers(3, 64, seed=it)])[0] for it in range(4)]
+    kept = [it.clone() for it in runs]
+    program.run(0, [numbers(3, 64, seed=9)])
+    for one, other in zip(runs, kept):
+        assert torch.equal(one, other)
+    assert not torch.equal(runs[0], runs[1])
+    assert program.lasting_calls == 0
+
+
+def test_views_of_what_stays():
+    program = Program(
+        9,
+        [0],
+        [8],
+        [(2, GAIN), (5, numbers(24, 32, seed=1))],
+        [
+            add(0, 1),
+            call("foo::rms_norm", [register(1), register(2)], [register(3)], [1]),
+            numbered(([3], register(3), [64, 1], register(4), [3, 32], [64, 2], 1)),
+            call("foo::linear", [register(4), register(5)], [register(6)], [4]),
+            numbered(([6], register(6), [24, 1], register(7), [24, 3], [1, 24], 0)),
+            call("aten::mul", [register(7), 2.0], [register(8)], [7], "Scalar"),
+        ],
+    )
+    for seed in range(4):
+        input = numbers(3, 64, seed=seed)
+        normed = torch.ops.foo.rms_norm(input + 1, GAIN)
+        result = torch.ops.foo.linear(normed[:, 1::2], numbers(24, 32, seed=1)).t() * 2
+        assert torch.equal(program.run(0, [input])[0], result)
+
+
+def test_writes_between_loops():
+    """Writing to a tensor that stays is done in each run, in order."""
+    memory = torch.zeros(3, 64)
+    norm = [register(1), register(2)]
+    program = Program(
+        8,
+        [0, 7],
+        [6],
+        [(2, GAIN)],
+        [
+            add(0, 1),
+            call("foo::rms_norm", norm, [register(3)]),
+            call("aten::add_", [register(1), register(3)], [None], overload="Tensor"),
+            call("foo::rms_norm", norm, [register(4)]),
+            call("aten::mul_", [register(4), 3.0], [None], [], "Scalar"),
+            call("foo::rms_norm", [register(4), register(2)], [register(5)]),
+            call("aten::copy_", [register(7), register(5)], [None]),
+            call("aten::add", [register(5), register(3)], [register(6)], overload="Tensor"),
+        ],
+    )
+    for seed in range(4):
+        input = numbers(3, 64, seed=seed)
+        x = input + 1
+        first = torch.ops.foo.rms_norm(x, GAIN)
+        x = x + first
+        last = torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(x, GAIN) * 3, GAIN)
+        assert torch.equal(program.run(0, [input, memory])[0], last + first)
+        assert torch.equal(memory, last)
+
+
+def test_results_that_change_their_sizes():
+    """Only the position is another one, and the rest of the run reads the new sizes."""
+    program = Program(
+        6,
+        [0],
+        [5],
+        [(2, GAIN)],
+        [
+            call("aten::slice", [register(0), 0, 0, Number(1, 1)], [register(1)], [], "Tensor"),
+            call("aten::clone", [register(1)], [register(3)], [1]),
+            call("foo::rms_norm", [register(3), register(2)], [register(4)], [3]),
+            add(4, 5),
+        ],
+    )
+    input = numbers(9, 64)
+    for position in (0, 0, 1, 1, 4, 2, 2):
+        result = torch.ops.foo.rms_norm(input[: position + 1], GAIN) + 1
+        assert torch.equal(program.run(position, [input])[0], result)
+
+
+def test_two_threads_run_a_program():
+    program = made("linear_silu_mul")
+    wrong = []
+
+    def work(seed):
+        for turn in range(200):
+            input = numbers(3, 64, seed=1000 * seed + turn)
+            ours = program.run(0, [input])[0]
+            if not torch.equal(ours, expected("linear_silu_mul", input)[0]):
+                wrong.append((seed, turn))
+
+    workers = [threading.Thread(target=work, args=(it,)) for it in range(3)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    assert not wrong
+
+
+def test_a_profiler_sees_all_calls():
+    program = made("rms_norm")
+    input = numbers(3, 64)
+    for _ in range(2):
+        program.run(0, [input])
+    with torch.profiler.profile() as profile:
+        ours = program.run(0, [input])
+    counts = {it.key: it.count for it in profile.key_averages()}
+    assert (counts["aten::add"], counts["foo::rms_norm"]) == (1, 2)
+    assert torch.equal(ours[0], expected("rms_norm", input)[0])
+    assert program.lasting_calls == 1
+
+
+def test_after_an_error():
+    program = made("linear")
+    input = numbers(3, 64)
+    program.run(0, [input])
+    with pytest.raises(ValueError, match="linear: weight must have 32 columns as input has"):
+        program.run(0, [input[:, :32]])
+    assert torch.equal(program.run(0, [input])[0], expected("linear", input)[0])
+
+
+def test_memory_that_stays_is_limited():
+    """A sum and three of four norms of it, of 4 MB each, stay."""
+    gain = numbers(1 << 10)
+    norms = [
+        call("foo::rms_norm", [register(1), register(2)], [register(it)], eps=it)
+        for it in range(3, 7)
+    ]
+    again = [call("foo::rms_norm", [register(it)], [register(it + 4)]) for it in range(3, 7)]
+    program = Program(11, [0], [7, 8, 9, 10], [(2, gain)], [add(0, 1), *norms, *again])
+    input = numbers(1024, 1 << 10)
+    for _ in range(2):
+        outputs = program.run(0, [input])
+        for eps, ours in zip(range(3, 7), outputs, strict=True):
+            norm = torch.ops.foo.rms_norm(input + 1, gain, eps=eps)
+            assert torch.equal(ours, torch.ops.foo.rms_norm(norm))
+    assert program.lasting_calls == 3
