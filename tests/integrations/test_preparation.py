@@ -313,7 +313,7 @@ def test_after_an_error():
 
 
 def test_memory_that_stays_is_limited():
-    """A sum and three of four norms of it, of 4 MB each, stay."""
+    """A sum and three of four norms of it, of 1 MB each, stay."""
     gain = numbers(1 << 10)
     norms = [
         call("foo::rms_norm", [register(1), register(2)], [register(it)], eps=it)
@@ -321,7 +321,7 @@ def test_memory_that_stays_is_limited():
     ]
     again = [call("foo::rms_norm", [register(it)], [register(it + 4)]) for it in range(3, 7)]
     program = Program(11, [0], [7, 8, 9, 10], [(2, gain)], [add(0, 1), *norms, *again])
-    input = numbers(1024, 1 << 10)
+    input = numbers(256, 1 << 10)
     for _ in range(2):
         outputs = program.run(0, [input])
         for eps, ours in zip(range(3, 7), outputs, strict=True):

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -49,6 +50,8 @@ class Preparation {
   struct Step {
     // Instructions, which run where there are no loops.
     size_t begin, end;
+    // The first operator's, for profilers.
+    std::string name;
     std::optional<JoinedCalls<ParallelLoop>> loops;
     std::vector<Copy> copies;
     std::vector<int64_t> last_uses;

@@ -1,21 +1,12 @@
 #include "graphs/program.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include "launch/memory.h"
 
 namespace foo::graphs {
-namespace {
-
-// A profiler is to see all calls.
-bool are_calls_recorded() {
-  return at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
-}
-
-}  // namespace
 
 Constant::Constant(at::Tensor tensor)
     : tensor_(std::move(tensor)), data_(tensor_.storage().data()), dtype_(tensor_.scalar_type()) {}
@@ -48,7 +39,7 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
   }
   std::vector<at::Tensor> outputs;
   const std::unique_lock lock(preparation_mutex_, std::try_to_lock);
-  if (lock.owns_lock() && !are_calls_recorded()) {
+  if (lock.owns_lock()) {
     if (!run_prepared(position, inputs, outputs)) return std::nullopt;
     return outputs;
   }

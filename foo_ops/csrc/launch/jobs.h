@@ -192,6 +192,25 @@ class JobChains {
   std::vector<Owner> owners_;
 };
 
+// Returns the jobs of chains to the only thread, one chain after the other.
+class ChainsInOrder {
+ public:
+  explicit ChainsInOrder(const std::vector<std::vector<double>>& costs) : costs_(costs) {}
+
+  std::optional<JobChains::Job> operator()() {
+    while (chain_ < costs_.size() && position_ == costs_[chain_].size()) {
+      ++chain_;
+      position_ = 0;
+    }
+    if (chain_ == costs_.size()) return std::nullopt;
+    return JobChains::Job{static_cast<int64_t>(chain_), static_cast<int64_t>(position_++), 0};
+  }
+
+ private:
+  const std::vector<std::vector<double>>& costs_;
+  size_t chain_ = 0, position_ = 0;
+};
+
 // A parallel loop: the costs of its jobs, in multiplications, by chains. If there are none, each
 // chain is a job.
 struct PlannedLoop {
@@ -267,6 +286,7 @@ void share_chains(std::vector<std::vector<double>> costs, Work work) {
       costs.begin(), costs.end(), int64_t{0},
       [](int64_t sum, const auto& chain) { return sum + static_cast<int64_t>(chain.size()); });
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  if (threads == 1) return work(0, ChainsInOrder(costs));
   JobChains chains(std::move(costs), threads);
   run_threads(threads, [&](int64_t thread) { work(thread, [&] { return chains.take(thread); }); });
 }

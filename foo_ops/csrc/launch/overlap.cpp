@@ -100,6 +100,7 @@ bool is_expanded(const at::Tensor& tensor) {
 }  // namespace
 
 bool has_elements(const at::Tensor& tensor) {
+  if (!has_symbols(tensor)) return tensor.numel() > 0;
   return TORCH_GUARD_OR_FALSE(tensor.sym_numel().sym_gt(0));
 }
 
@@ -109,8 +110,9 @@ Span::Span(const at::Tensor& tensor) : begin(nullptr), end(nullptr) {
     return;
   }
   begin = end = first_byte(tensor);
+  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = 0;
-  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
   end += (last + 1) * static_cast<int64_t>(tensor.element_size());
 }
 

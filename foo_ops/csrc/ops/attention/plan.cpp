@@ -356,6 +356,9 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
 }
 
 std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {
+  // Partitions need memory, and mostly all or none of the pieces are taken.
+  if (std::none_of(pieces.begin(), pieces.end(), condition)) return {};
+  if (std::all_of(pieces.begin(), pieces.end(), condition)) return std::exchange(pieces, {});
   std::vector<Piece> taken;
   const auto rest = std::stable_partition(pieces.begin(), pieces.end(),
                                           [&](const Piece& piece) { return !condition(piece); });
@@ -451,8 +454,13 @@ std::vector<std::vector<Piece>> shares_of(const std::vector<Piece>& pieces) {
     auto& share =
         shares.emplace_back(pieces.begin() + ThreadShares::begin(thread, count, threads),
                             pieces.begin() + ThreadShares::begin(thread + 1, count, threads));
-    std::stable_sort(share.begin(), share.end(),
-                     [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
+    const auto has_more_work = [](const Piece& a, const Piece& b) {
+      return work_of(a) > work_of(b);
+    };
+    // Sorting needs memory.
+    if (!std::is_sorted(share.begin(), share.end(), has_more_work)) {
+      std::stable_sort(share.begin(), share.end(), has_more_work);
+    }
   }
   return shares;
 }
