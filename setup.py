@@ -169,7 +169,7 @@ setuptools.setup(
                 "-Wno-unknown-pragmas",
             ],
             # torch brings the OpenMP runtime: both then share one pool of threads.
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", "-s"],
         )
     ],
     cmdclass={"build_ext": CompanionBuild, "egg_info": EggInfo},

@@ -131,8 +131,11 @@ def test_constants_that_are_written():
         result = torch.ops.foo.rms_norm(torch.ops.foo.linear(input + 1, weight))
         assert torch.equal(program.run(0, [input])[0], result)
     assert program.lasting_calls == 1
-    weight.data = numbers(24, 64, seed=9)
-    assert program.run(0, [input]) is None
+    memory = weight.data
+    # Other memory, and the same with another layout.
+    for other in (numbers(24, 64, seed=9), memory.view(64, 24).t(), memory[:, :32]):
+        weight.data = other
+        assert program.run(0, [input]) is None
 
 
 def test_copies_that_a_launcher_makes_do_not_stay():
@@ -249,6 +252,34 @@ def test_writes_between_loops():
         last = torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(x, GAIN) * 3, GAIN)
         assert torch.equal(program.run(0, [input, memory])[0], last + first)
         assert torch.equal(memory, last)
+
+
+def test_views_of_other_operators_see_writes():
+    program = Program(
+        5,
+        [0],
+        [4],
+        [(3, GAIN)],
+        [
+            call("aten::slice", [register(0), 0, 1, 3], [register(1)], overload="Tensor"),
+            call("aten::add_", [register(0), 1.0], [None], overload="Scalar"),
+            call("foo::rms_norm", [register(1), register(3)], [register(2)]),
+            call("foo::rms_norm", [register(2)], [register(4)]),
+        ],
+    )
+    for seed in range(4):
+        input = numbers(3, 64, seed=seed)
+        result = torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(input[1:] + 1, GAIN))
+        assert torch.equal(program.run(0, [input])[0], result)
+
+
+def test_inputs_and_outputs_are_let_go():
+    program = made("add_rms_norm")
+    for seed in range(3):
+        input = numbers(3, 64, seed=seed)
+        storages = [it.untyped_storage() for it in (input, *program.run(0, [input]))]
+        # Only the objects of Python hold them: an input with its tensor, outputs without.
+        assert [torch._C._storage_Use_Count(it._cdata) for it in storages] == [2, 1, 1]
 
 
 def test_results_that_change_their_sizes():

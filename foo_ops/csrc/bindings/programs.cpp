@@ -364,7 +364,9 @@ void bind_programs(py::module_& module) {
       .def("run_loop", torch::wrap_pybind_function_no_gil(&run_loop_with_signals), py::arg("loop"),
            py::arg("position"), py::arg("inputs"), py::arg("sequences"), py::arg("most"),
            py::arg("progress"))
-      .def_property_readonly("lasting_calls", &Program::lasting_calls)
+      .def_property_readonly(
+          "lasting_calls",
+          py::cpp_function(&Program::lasting_calls, py::call_guard<py::gil_scoped_release>()))
       .def("__len__", &Program::size);
   py::class_<Snapshot>(module, "Snapshot", py::custom_type_setup(&take_part_in_collection))
       .def(py::init(torch::wrap_pybind_function(

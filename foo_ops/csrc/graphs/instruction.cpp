@@ -235,9 +235,10 @@ bool is_dense_on_cpu(const at::Tensor& tensor) {
 
 bool is_loop(const OperatorCall& call) {
   static const std::set<std::string> names = {
-      "foo::linear",     "foo::linear_activation", "foo::linear_silu_mul", "foo::linear_int8",
-      "foo::linear_int4", "foo::linear_fp8",       "foo::linear_mxfp4",    "foo::linear_table4",
-      "foo::rms_norm",   "foo::add_rms_norm",      "foo::layer_norm",      "foo::add_layer_norm",
+      "foo::linear",          "foo::linear_activation", "foo::linear_silu_mul",
+      "foo::linear_int8",     "foo::linear_int4",       "foo::linear_fp8",
+      "foo::linear_mxfp4",    "foo::linear_table4",     "foo::rms_norm",
+      "foo::add_rms_norm",    "foo::layer_norm",        "foo::add_layer_norm",
       "foo::rotary_embedding"};
   return names.count(call.op.operator_name().name) > 0 && !call.op.schema().is_mutable();
 }

@@ -14,8 +14,8 @@
 namespace foo::graphs {
 namespace {
 
-// Most bytes of a program's tensors that stay. A token of 32 layers of 4096 has 3 MB; with more rows,
-// launchers take less of the time.
+// Most bytes of a program's tensors that stay. A token of 32 layers of 4096 has 3 MB; with more
+// rows, launchers take less of the time.
 constexpr int64_t kMostBytes = int64_t{4} << 20;
 
 bool is_fixed(const Number& number) {
@@ -24,7 +24,8 @@ bool is_fixed(const Number& number) {
 
 bool is_fixed(const View& view) {
   const auto are_fixed = [](const std::vector<Number>& numbers) {
-    return std::all_of(numbers.begin(), numbers.end(), [](const Number& it) { return is_fixed(it); });
+    return std::all_of(numbers.begin(), numbers.end(),
+                       [](const Number& it) { return is_fixed(it); });
   };
   return are_fixed(view.base_strides) && are_fixed(view.sizes) && are_fixed(view.strides) &&
          is_fixed(view.offset);
@@ -42,7 +43,8 @@ template <class Function>
 void each_read(const std::vector<Argument>& arguments, const Function& function) {
   for (const Argument& each : arguments) {
     if (const auto* source = std::get_if<Register>(&each.value)) function(source->index);
-    if (const auto* list = std::get_if<std::vector<Argument>>(&each.value)) each_read(*list, function);
+    if (const auto* list = std::get_if<std::vector<Argument>>(&each.value))
+      each_read(*list, function);
   }
 }
 
@@ -249,7 +251,8 @@ bool Preparation::are_lasting_calls(size_t begin, size_t end) const {
 }
 
 // Whether each call has left one loop, and none reads a copy that its launcher has made.
-bool Preparation::are_closed(const std::vector<ParallelLoop>& loops, size_t begin, size_t end) const {
+bool Preparation::are_closed(const std::vector<ParallelLoop>& loops, size_t begin,
+                             size_t end) const {
   std::set<const c10::StorageImpl*> known;
   for (size_t next = begin; next < end; ++next) {
     const auto& call = std::get<OperatorCall>(instructions_[next].action);

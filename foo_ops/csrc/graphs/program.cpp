@@ -9,10 +9,17 @@
 namespace foo::graphs {
 
 Constant::Constant(at::Tensor tensor)
-    : tensor_(std::move(tensor)), data_(tensor_.storage().data()), dtype_(tensor_.scalar_type()) {}
+    : tensor_(std::move(tensor)),
+      memory_(tensor_.storage().data()),
+      offset_(tensor_.storage_offset()),
+      sizes_(tensor_.sizes()),
+      strides_(tensor_.strides()),
+      dtype_(tensor_.scalar_type()) {}
 
 bool Constant::is_in_place() const {
-  return tensor_.storage().data() == data_ && tensor_.scalar_type() == dtype_;
+  return tensor_.storage().data() == memory_ && tensor_.storage_offset() == offset_ &&
+         tensor_.sizes() == sizes_ && tensor_.strides() == strides_ &&
+         tensor_.scalar_type() == dtype_;
 }
 
 Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vector<int64_t> outputs,

@@ -18,12 +18,14 @@ class Constant {
  public:
   explicit Constant(at::Tensor tensor);
   const at::Tensor& tensor() const { return tensor_; }
-  // Whether it has the same memory and dtype still. Values may have changed.
+  // Whether it has the same memory, layout and dtype still. Values may have changed.
   bool is_in_place() const;
 
  private:
   at::Tensor tensor_;
-  const void* data_;
+  const void* memory_;
+  int64_t offset_;
+  c10::DimVector sizes_, strides_;
   c10::ScalarType dtype_;
 };
 

@@ -307,8 +307,7 @@ void free_small(void* memory) {
 }  // namespace
 
 c10::DataPtr allocate_small_result(size_t bytes) {
-  void* const memory =
-      LastingResults::lives() ? nullptr : small_blocks().take(size_index(bytes));
+  void* const memory = LastingResults::lives() ? nullptr : small_blocks().take(size_index(bytes));
   if (memory != nullptr) c10::profiledCPUMemoryReporter().New(memory, bytes);
   return {memory, memory, &free_small, c10::Device(c10::kCPU)};
 }

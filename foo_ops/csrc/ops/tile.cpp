@@ -163,10 +163,15 @@ class TileCall::Waiting {
  public:
   Waiting(TileCall call, TileFunction* function, int64_t tiles, int64_t grain)
       : call_(std::move(call)), function_(function), tiles_(tiles), grain_(std::min(grain, tiles)) {
-    call_.make_views(views_, outside_);
+    elements_ = call_.make_views(views_, outside_);
   }
 
   int64_t jobs() const { return tiles_ == 0 ? 0 : (tiles_ + grain_ - 1) / grain_; }
+
+  // An element takes about as long as a multiplication.
+  double cost() const {
+    return static_cast<double>(elements_ * grain_) / static_cast<double>(tiles_);
+  }
 
   void work(int64_t job) const {
     const int64_t begin = job * grain_;
@@ -177,14 +182,14 @@ class TileCall::Waiting {
  private:
   TileCall call_;
   TileFunction* function_;
-  int64_t tiles_, grain_;
+  int64_t tiles_, grain_, elements_;
   Views views_;
   Outside outside_{};
 };
 
 bool TileCall::can_wait(const TileOptions& options) const {
-  const bool has_checks = std::find(options.checks.begin(), options.checks.end(), true) !=
-                          options.checks.end();
+  const bool has_checks =
+      std::find(options.checks.begin(), options.checks.end(), true) != options.checks.end();
   return !has_checks && !options.finishes && !options.refuses_late && options.scratch.empty() &&
          lists_.empty() && generators_.empty() && !checks_bounds();
 }
@@ -199,7 +204,7 @@ struct WaitingTiles {
   int64_t jobs() const { return call->jobs(); }
   int64_t bytes() const { return 0; }
   void work(int64_t job, void*) const { call->work(job); }
-  double cost(int64_t) const { return 1; }
+  double cost(int64_t) const { return call->cost(); }
 };
 
 }  // namespace
@@ -230,7 +235,8 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
       grain_size(std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1)));
   if (LoopBatch* const batch = LoopBatch::on(device); batch != nullptr && can_wait(options)) {
     std::vector<at::Tensor> tensors(tensors_.begin(), tensors_.end());
-    const WaitingTiles<Waiting> call{std::make_shared<const Waiting>(std::move(*this), function, tiles, grain)};
+    const WaitingTiles<Waiting> call{
+        std::make_shared<const Waiting>(std::move(*this), function, tiles, grain)};
     batch->add(ParallelLoop(call, std::move(tensors)));
     return true;
   }

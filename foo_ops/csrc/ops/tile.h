@@ -132,8 +132,9 @@ class TileCall {
 
   void add_scratch();
 
-  // Runs the call, or leaves it to this thread's batch. Returns false if the kernel's check fails and
-  // nothing is written, or if the kernel refuses late. Throws if a kernel that checks its accesses has found one out of bounds.
+  // Runs the call, or leaves it to this thread's batch. Returns false if the kernel's check fails
+  // and nothing is written, or if the kernel refuses late. Throws if a kernel that checks its
+  // accesses has found one out of bounds.
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
            c10::Device device);
 

@@ -88,7 +88,7 @@ at::Tensor make_output(const at::Tensor& query, int64_t value_dim) {
 
 at::Tensor make_logsumexp(const at::Tensor& query) {
   return new_tensor({query.size(0), query.size(1), query.size(2)},
-                   query.options().dtype(compute_type(query)));
+                    query.options().dtype(compute_type(query)));
 }
 
 namespace {
