@@ -14,8 +14,8 @@
 namespace foo {
 
 // Runs the jobs of calls, which do not depend on each other, in one parallel loop. A call has
-// jobs(), the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) for
-// plans.
+// jobs(), the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) in
+// multiplications.
 template <class Call>
 void run_together(const std::vector<Call>& calls) {
   std::vector<int64_t> ends;
