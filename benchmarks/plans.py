@@ -3,11 +3,13 @@
 ``python -m benchmarks.plans`` prints a table for up to 128 threads, on a machine with any number of
 cores; with ``--publish`` it writes the table into docs/architecture.md. A call's launcher cuts the
 work as it does for a real call, and the objects that hand jobs to threads are the launcher's own.
+The last row says how wide a matrix must be for all threads to multiply one row by it.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +83,7 @@ def simulate(
     if not joins_chains:
         costs = [[sum(chain)] for chain in costs if chain]
     has_chains = loop.has_chains and joins_chains
-    threads = min(len(speeds), sum(map(len, costs)))
+    threads = min(loop.threads, sum(map(len, costs)))
     jobs = _C.JobChains(costs, threads) if has_chains else _C.ThreadShares(len(costs), threads)
     # When, at which speed and until when the earlier jobs of a chain run.
     earlier: list[list[tuple[float, float, float]]] = [[] for _ in costs]
@@ -275,6 +277,15 @@ def cases() -> list[Case]:
 # -------------------------------------------------------------------------------------------- table
 
 
+def least_width(threads: int) -> int:
+    """The multiple of 8 from which on all threads multiply one row by a square matrix."""
+    return next(
+        width
+        for width in itertools.count(8, 8)
+        if linear(1, width, width).plan(threads)[0].threads == threads
+    )
+
+
 def table() -> str:
     """Efficiency for numbers of threads, in Markdown."""
     names = [f"{threads} threads" for threads in THREADS]
@@ -285,6 +296,8 @@ def table() -> str:
     for case in cases():
         cells = [cell(case, threads) for threads in THREADS] + [cell(case, 16, SLOW)]
         lines.append(f"| {case.name} | {case.tiles} | {' | '.join(cells)} |")
+    widths = [f"{least_width(threads)}" for threads in (*THREADS, 16)]
+    lines.append(f"| linear 1 x n x n, least n of all threads | | {' | '.join(widths)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,13 @@
-"""Calls of many shapes are cut into jobs that keep 16 threads busy: a simulation, no timing."""
+"""Calls of many shapes keep 16 threads busy, and small ones wake none: simulated, not timed."""
 
 import pytest
 import torch
 
 from benchmarks import plans
 from benchmarks.plans import attention, flex, linear, varlen
+from foo_ops._C import WORK_OF_THREAD
 from foo_ops.kernels.compiler.processor import vector_registers
+from support.processes import python
 
 THREADS = 16
 # Blocks of 96 queries, for 16 registers, divide some lengths less evenly: 0.67 to 0.89.
@@ -48,3 +50,45 @@ ENOUGH = [it for it in CASES if it.tiles >= ENOUGH_TILES]
 @pytest.mark.parametrize("case", ENOUGH, ids=lambda case: case.name)
 def test_threads_have_equal_work(case):
     assert plans.balance(case, THREADS) >= LEAST
+
+# Calls from a few multiplications to more than 128 threads are worth.
+SIZES = [
+    *(linear(1, width, width) for width in (64, 128, 200, 256, 300, 512, 1000, 2000)),
+    *(linear(16, width, width) for width in (64, 128, 256, 512)),
+    *(attention(4, 1, keys) for keys in (16, 64, 128, 500, 4000)),
+    *(attention(heads, length) for heads, length in ((1, 16), (4, 32), (8, 64), (12, 200))),
+    *(attention(2, length, backward=True) for length in (8, 32, 100)),
+    varlen((10, 20, 30), heads=2),
+]
+
+THREADS_OF_PROCESS = """
+import os, torch, foo_ops
+
+def product(width):
+    return foo_ops.linear(torch.ones(1, width), torch.ones(width, width))
+
+torch.set_num_threads(1)
+product(128)
+before = len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+for width in (128, 240, 512):
+    product(width)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def time_on(threads: int, work: float) -> float:
+    return work / threads + (threads * WORK_OF_THREAD if threads > 1 else 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 16, 64, 128])
+@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.name)
+def test_a_call_runs_on_one_thread_if_that_takes_less_time_than_all(case, threads):
+    for loop in case.plan(threads):
+        work = sum(map(sum, loop.costs))
+        assert time_on(loop.threads, work) == min(time_on(1, work), time_on(threads, work))
+
+
+def test_a_small_call_starts_no_threads():
+    process = python(THREADS_OF_PROCESS)
+    assert process.stdout.split() == ["0", "0", "1"], process.stderr

@@ -13,12 +13,14 @@ namespace foo {
 void bind_plans(py::module_& module) {
   py::class_<PlannedLoop>(module, "PlannedLoop")
       .def_readonly("costs", &PlannedLoop::costs)
-      .def_readonly("has_chains", &PlannedLoop::has_chains);
+      .def_readonly("has_chains", &PlannedLoop::has_chains)
+      .def_readonly("threads", &PlannedLoop::threads);
   module.def("plan_of", [](const py::function& call) {
     const PlanRecorder recorder;
     call();
     return recorder.loops;
   });
+  module.attr("WORK_OF_THREAD") = kWorkOfThread;
   py::class_<ThreadShares>(module, "ThreadShares")
       .def(py::init<int64_t, int64_t>(), py::arg("jobs"), py::arg("threads"))
       .def("take", &ThreadShares::take, py::arg("thread"));

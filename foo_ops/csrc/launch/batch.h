@@ -14,7 +14,8 @@
 namespace foo {
 
 // Calls that do not depend on each other, whose jobs run in one parallel loop. A call has jobs(),
-// the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) for plans.
+// the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) in
+// multiplications.
 template <class Call>
 class JoinedCalls {
  public:

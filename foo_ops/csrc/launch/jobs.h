@@ -8,9 +8,11 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -211,11 +213,12 @@ class ChainsInOrder {
   size_t chain_ = 0, position_ = 0;
 };
 
-// A parallel loop: the costs of its jobs, in multiplications, by chains. If there are none, each
-// chain is a job.
+// A parallel loop: the costs of its jobs, in multiplications, by chains, and the number of threads
+// that run it. If there are no chains, each is a job.
 struct PlannedLoop {
   std::vector<std::vector<double>> costs;
   bool has_chains;
+  int64_t threads;
 };
 
 // While it lives, its thread's calls add their parallel loops to the plan instead of running them,
@@ -242,10 +245,47 @@ inline ScratchPool& scratch_pool() {
   return *pool;
 }
 
-// Cost of jobs that are as good as equal.
+// Cost of jobs that are as good as equal, and each worth a thread.
 struct EqualCost {
   double operator()(int64_t) const { return 1; }
 };
+
+// Cost of a parallel loop for each of its threads, in multiplications: 0.8 us at the rate of
+// attention with a single query, which is the slowest. On a Zen 4, two threads that wait actively
+// take 1.0 to 1.4 us longer for small calls than one if they are bound to cores, and 3.4 us if not.
+// 16 threads of an Emerald Rapids take 15 to 87 us longer than a 16th of one thread's time.
+constexpr double kWorkOfThread = 1 << 13;
+
+// Returns the most work that one thread does in no more time than all threads. There is nothing
+// between: at::parallel_for wakes all threads, however few have work, because of GNU OpenMP
+// (pytorch#32008).
+inline double most_work_of_one(int64_t threads) {
+  const auto number = static_cast<double>(threads);
+  return threads == 1 ? std::numeric_limits<double>::infinity()
+                      : kWorkOfThread * number * number / (number - 1);
+}
+
+// Returns the number of threads that jobs of these costs are worth: one, or all.
+template <class Cost>
+int64_t threads_of(int64_t jobs, const Cost& cost) {
+  const int64_t threads = at::get_num_threads();
+  if constexpr (!std::is_same_v<Cost, EqualCost>) {
+    const double most = most_work_of_one(threads);
+    double work = 0;
+    for (int64_t job = 0; job < jobs && work <= most; ++job) work += cost(job);
+    if (work <= most) return 1;
+  }
+  return threads;
+}
+
+// Calls work(begin, end) on ranges of `count` steps, on one thread or on all. A step takes as long
+// as `cost` multiplications.
+template <class Work>
+void share_steps(int64_t count, double cost, Work work) {
+  const bool is_little =
+      static_cast<double>(count) * cost <= most_work_of_one(at::get_num_threads());
+  at::parallel_for(0, count, is_little ? count : 1, work);
+}
 
 // Calls work(thread) on each of up to ``jobs`` threads, numbered from 0. There are at most
 // at::get_num_threads().
@@ -256,16 +296,16 @@ void run_threads(int64_t threads, Work work) {
   });
 }
 
-// Calls work(thread, next) on each participating thread; next() returns the thread's next job, or
-// -1 when all have been begun. cost(job) is for plans.
-template <class Work, class Cost = EqualCost>
-void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
+// Calls work(thread, next) on each participating thread, of which there are up to `threads`; next()
+// returns the thread's next job, or -1 when all have been begun. cost(job) is for plans.
+template <class Work, class Cost>
+void share_jobs_among(int64_t threads, int64_t jobs, Work work, Cost cost) {
   if (PlanRecorder* const recorder = PlanRecorder::current()) {
-    PlannedLoop& loop = recorder->loops.emplace_back(PlannedLoop{{}, false});
+    PlannedLoop& loop = recorder->loops.emplace_back(PlannedLoop{{}, false, threads});
     for (int64_t job = 0; job < jobs; ++job) loop.costs.push_back({cost(job)});
     return;
   }
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  threads = std::min(threads, jobs);
   if (threads == 1) {
     int64_t job = 0;
     work(0, [&] { return job < jobs ? job++ : -1; });
@@ -275,17 +315,26 @@ void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
   run_threads(threads, [&](int64_t thread) { work(thread, [&] { return shares.take(thread); }); });
 }
 
+// The same on one thread, or on all if the jobs are worth it. cost(job) is in multiplications.
+template <class Work, class Cost = EqualCost>
+void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
+  share_jobs_among(threads_of(jobs, cost), jobs, work, cost);
+}
+
 // The same for chains of jobs; next() returns a job of JobChains, or nothing.
 template <class Work>
 void share_chains(std::vector<std::vector<double>> costs, Work work) {
+  const int64_t most = threads_of(static_cast<int64_t>(costs.size()), [&](int64_t chain) {
+    return std::accumulate(costs[chain].begin(), costs[chain].end(), 0.0);
+  });
   if (PlanRecorder* const recorder = PlanRecorder::current()) {
-    recorder->loops.push_back({std::move(costs), true});
+    recorder->loops.push_back({std::move(costs), true, most});
     return;
   }
   const auto jobs = std::accumulate(
       costs.begin(), costs.end(), int64_t{0},
       [](int64_t sum, const auto& chain) { return sum + static_cast<int64_t>(chain.size()); });
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  const int64_t threads = std::min(most, jobs);
   if (threads == 1) return work(0, ChainsInOrder(costs));
   JobChains chains(std::move(costs), threads);
   run_threads(threads, [&](int64_t thread) { work(thread, [&] { return chains.take(thread); }); });
@@ -322,7 +371,7 @@ class KernelCall {
 
 // Calls work(job, thread, call) for each job, in parallel; call(piece) runs the kernel in the
 // thread's own scratch memory. The result does not depend on which thread does a job. No piece
-// needs more scratch memory than ``largest``. cost(job) is for plans.
+// needs more scratch memory than ``largest``.
 template <class Parameters, class Piece, class Work, class Cost = EqualCost>
 void run_jobs(const Parameters& parameters,
               void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,

@@ -20,7 +20,6 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // A finite number in the bias that is at most this hides the key if the query sees another one:
 // beside that one the weight is 0 in every dtype. Libraries write finfo.min.
 constexpr double kLowestSeen = -1e30;
-constexpr int64_t kElementsOfThread = 1 << 16;
 
 bool is_seen(bool element, double) {
   return element;
@@ -82,8 +81,9 @@ MaskBounds::MaskBounds(const Parameters& parameters, at::ScalarType query_type,
   batch_step_ = batch <= 1 ? 0 : rows * heads;
   rows_.resize(batch * heads * rows);
   with_elements(parameters, query_type, [&](const auto* elements) {
-    const int64_t grain = std::max<int64_t>(1, kElementsOfThread / std::max<int64_t>(1, keys));
-    at::parallel_for(0, static_cast<int64_t>(rows_.size()), grain, [&](int64_t begin, int64_t end) {
+    const auto count = static_cast<int64_t>(rows_.size());
+    // Elements take half as long as multiplications.
+    share_steps(count, static_cast<double>(keys) / 2, [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) {
         const auto* const row = elements + index / (heads * rows) * strides[0] +
                                 index / rows % heads * strides[1] + index % rows * strides[2];

@@ -1,6 +1,5 @@
 #include "ops/attention/programs.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -11,6 +10,7 @@
 #include <mutex>
 
 #include "launch/fork_mutex.h"
+#include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/memory.h"
 #include "ops/attention/passes.h"
@@ -195,7 +195,8 @@ void BlockStates::ask(Parameters& parameters, const std::vector<Sequence>& seque
   blocks_.assign(rows_ * columns_, kHidden);
   parameters.mask_batch_stride = of_sequence ? heads * rows : 0;
   parameters.mask_head_stride = of_head ? rows : 0;
-  at::parallel_for(0, sequences.empty() ? 0 : rows_ * columns_, 1, [&](int64_t begin, int64_t end) {
+  const int64_t blocks = sequences.empty() ? 0 : rows_ * columns_;
+  share_steps(blocks, kKeyBlock * kKeyBlock, [&](int64_t begin, int64_t end) {
     for (int64_t place = begin; place < end; ++place) {
       const int64_t row = place / columns_, batch = row / rows / heads;
       const Sequence& sequence = sequences[batch];

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/memory.h"
 #include "launch/registration.h"
@@ -64,7 +65,7 @@ void clear_groups_without_rows(const at::Tensor& gradients, Starts starts) {
   const int64_t elements = gradients.numel() / std::max<int64_t>(1, gradients.size(0));
   const int64_t bytes = elements * gradients.itemsize();
   auto* const data = static_cast<char*>(gradients.mutable_data_ptr());
-  at::parallel_for(0, gradients.size(0), 1, [&](int64_t begin, int64_t end) {
+  share_steps(gradients.size(0), static_cast<double>(elements), [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       if (starts[group] == starts[group + 1]) std::memset(data + group * bytes, 0, bytes);
     }

@@ -1,6 +1,5 @@
 #include "ops/experts/rows.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -137,8 +136,7 @@ at::Tensor gather(const at::Tensor& tokens, const Routing& routing, int64_t top_
   const int64_t bytes = width * source.itemsize();
   const auto* const from = static_cast<const char*>(source.const_data_ptr());
   auto* const to = static_cast<char*>(rows.mutable_data_ptr());
-  const int64_t grain = std::max<int64_t>(1, kElementsOfJob / std::max<int64_t>(1, width));
-  at::parallel_for(0, routing.rows(), grain, [&](int64_t begin, int64_t end) {
+  share_steps(routing.rows(), static_cast<double>(width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       std::memcpy(to + row * bytes, from + routing.choices[row] / top_k * bytes, bytes);
     }

@@ -366,12 +366,12 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype, double part = 1.
   }
 }
 
-// Calls work(thread, job) for each job. There are at least two: a single one does not begin a
-// parallel region, and MKL would take all threads. cost(job) is for plans.
+// Calls work(thread, job) for each job, on all threads. There are at least two jobs: a single one
+// does not begin a parallel region, and MKL would take all threads. cost(job) is for plans.
 template <class Work, class Cost>
 void share_parts(int64_t jobs, Work work, Cost cost) {
-  share_jobs(
-      std::max<int64_t>(jobs, 2),
+  share_jobs_among(
+      at::get_num_threads(), std::max<int64_t>(jobs, 2),
       [&](int64_t thread, auto next) {
         for (int64_t job = next(); job >= 0; job = next()) {
           if (job < jobs) work(thread, job);
