@@ -59,6 +59,7 @@ class Preparation {
 
   bool run_first(int64_t position);
   bool run_again(int64_t position);
+  static void run_loops(const Step& step, bool is_recorded);
   // Runs the rest from an instruction on without loops that stay; the next run is a first one.
   bool start_over(size_t begin, int64_t position);
 
