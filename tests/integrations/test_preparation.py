@@ -224,6 +224,28 @@ def test_views_of_what_stays():
         assert torch.equal(program.run(0, [input])[0], result)
 
 
+def test_views_that_move_with_the_position():
+    sizes, strides = [Number(3, 0), Number(8, 1)], [Number(64, 0), Number(1, 0)]
+    view = ([], register(3), strides, register(4), sizes, strides, Number(2, 3))
+    program = Program(
+        6,
+        [0],
+        [5],
+        [(2, GAIN)],
+        [
+            add(0, 1),
+            call("foo::rms_norm", [register(1), register(2)], [register(3)]),
+            view,
+            call("foo::rms_norm", [register(4)], [register(5)]),
+        ],
+    )
+    input = numbers(3, 64)
+    normed = torch.ops.foo.rms_norm(input + 1, GAIN)
+    for position in (0, 0, 1, 5, 2):
+        part = normed[:, 2 + 3 * position :][:, : 8 + position]
+        assert torch.equal(program.run(position, [input])[0], torch.ops.foo.rms_norm(part))
+
+
 def test_writes_between_loops():
     """Writing to a tensor that stays is done in each run, in order."""
     memory = torch.zeros(3, 64)
