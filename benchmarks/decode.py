@@ -31,8 +31,6 @@ PARTS = {
     "between operators": (),
 }
 """Parts of a token, and words in the names of their operators; the first that fits counts."""
-PROFILED = 8
-"""Tokens of a profile, whose events take the profiler as long as 70 tokens each of a program."""
 GENERATE: dict[str, dict[str, Any]] = {
     "generate, greedy": {"do_sample": False},
     "generate, top 50": {"do_sample": True, "top_k": 50},
@@ -94,25 +92,30 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
 
 
 class Profiled(Local):
-    """Decodes tokens, and measures the parts of one by a profile of a few."""
+    """Decodes tokens, and measures the parts of one by a profile of all."""
 
     def __init__(self, model: Any, size: models.Size) -> None:
         local = models.decoding(model, size)
         super().__init__(local.function, local.context)
-        self.few = models.decoding(model, replace(size, decoded=PROFILED)).function
+        self.tokens = size.decoded
 
     def parts(self, threads: int) -> dict[str, float]:
         with torch_threads(threads), self.context():
-            self.few()
+            self.function()
             activities = [torch.profiler.ProfilerActivity.CPU]
             with (
                 torch.profiler.profile(activities=activities) as found,
                 torch.profiler.record_function(SECTION),
             ):
-                self.few()
+                self.function()
+        # The tree has the sums of `key_averages`, which takes ten times as long.
+        events = found.profiler.kineto_results.experimental_event_tree()
         seconds = dict.fromkeys(PARTS, 0.0)
-        for it in found.key_averages():
-            seconds[part_of(it.key)] += it.self_cpu_time_total / 1e6 / PROFILED
+        for event in events:
+            children = event.children
+            own = event.duration_time_ns - sum(it.duration_time_ns for it in children)
+            seconds[part_of(event.name)] += own / 1e9 / self.tokens
+            events += children
         return seconds
 
 

@@ -46,7 +46,7 @@ class Divided(Contender, Protocol):
     """A contender that also measures the parts of a step."""
 
     def parts(self, threads: int) -> dict[str, float]:
-        """Return the seconds of each part, by its name."""
+        """Return the seconds of each part, by its name. A profiler may take long to find them."""
 
 
 Contenders = Mapping[str, Callable[[], Contender]]
@@ -270,7 +270,7 @@ def part_results(
     """Return a result for each part of a step, of the contenders that measure parts."""
     divided = {name: it for name, it in contenders.items() if isinstance(it, Divided)}
     rounds = [
-        {name: it.parts(threads) for name, it in divided.items()} for _ in range(limits.rounds)
+        {name: it.parts(threads) for name, it in divided.items()} for _ in range(limits.fewest)
     ]
     for part in dict.fromkeys(part for parts in rounds[0].values() for part in parts):
         seconds = {name: [parts[name][part] for parts in rounds] for name in divided}

@@ -234,7 +234,7 @@ class DividedClock(Clock):
 def test_parts_of_calls_have_rows_of_their_own():
     divided = DividedClock(1.0)
     case = clock_case(foo=divided, torch=Clock(2.0), flash=DividedClock(4.0))
-    rows = measure(case, Limits(rounds=3, turn=0.1, contender=100.0))
+    rows = measure(case, Limits(rounds=9, turn=0.1, contender=100.0, fewest=3))
     assert [(it.name, it.threads) for it in rows] == [
         *(("clocks", threads) for threads in (1, 2)),
         *((f"clocks: {part}", threads) for threads in (1, 2) for part in ("first", "second")),
