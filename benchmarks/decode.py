@@ -8,7 +8,7 @@ Python or in the program.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,6 @@ from foo_ops.testing.checks.matrix import threads as torch_threads
 SECTION = "decode"
 FROM_PYTHON = "foo, from Python"
 """The same operators, without `apply(decode=True)`."""
-COMPILED = {"compiled": {}, "compiled, C++ wrapper": {"cpp_wrapper": True}}
-"""Ways to compile a model, with Inductor's options."""
 PARTS = {
     "products": ("linear", "mm", "experts"),
     "attention": ("attention",),
@@ -78,81 +76,90 @@ QUICK = Size(
 
 
 def cases(size: Size, threads: int) -> Iterator[Case]:
-    for llama in (size.narrow, size.wide):
+    for llama, count, compilers in (
+        (size.narrow, 1, COMPILERS),
+        (size.wide, threads, COMPILERS_OF_WIDE),
+    ):
         name = f"Llama {llama.layers} x {dict(llama.widths)['hidden_size']}, bfloat16"
-        count = 1 if llama is size.narrow else threads
-        yield Case(SECTION, name, partial(contenders, llama, count), (count,), headline=True)
-        for part in PARTS:
-            prepare = partial(parts, llama, part)
-            yield Case(SECTION, f"{name}: {part}", prepare, (count,))
+        prepare = partial(contenders, llama, compilers, count)
+        yield Case(SECTION, name, prepare, (count,), steps=llama.decoded, headline=True)
         for way, options in GENERATE.items():
             prepare = partial(generating, llama, size.tokens, options)
-            yield Case(SECTION, f"{name}: {way}", prepare, (count,))
+            yield Case(SECTION, f"{name}: {way}", prepare, (count,), steps=size.tokens)
     name = f"Whisper {dict(size.whisper)['d_model']}, {size.tokens} tokens, bfloat16"
-    yield Case(SECTION, name, partial(whisper_contenders, size), (threads,), headline=True)
+    prepare = partial(whisper_contenders, size)
+    yield Case(SECTION, name, prepare, (threads,), steps=size.tokens, headline=True)
 
 
-class PerToken:
-    """A contender of single tokens, of which it decodes several at a time."""
+class Profiled(Local):
+    """Decodes tokens, and measures the parts of one by a profile of all."""
 
-    def __init__(self, contender: Contender, tokens: int) -> None:
-        self.contender, self.tokens = contender, tokens
-
-    def results(self) -> list[Tensor]:
-        return self.contender.results()
-
-    def time(self, calls: int, threads: int) -> float:
-        turns = -(-calls // self.tokens)
-        return self.contender.time(turns, threads) * calls / (turns * self.tokens)
-
-
-class Part(Local):
-    """The time of some operators of a call, or of what is between all of them."""
-
-    def __init__(self, local: Local, part: str) -> None:
+    def __init__(self, model: Any, size: models.Size) -> None:
+        local = models.decoding(model, size)
         super().__init__(local.function, local.context)
-        self.part = part
+        self.tokens = size.decoded
 
-    def time(self, calls: int, threads: int) -> float:
+    def parts(self, threads: int) -> dict[str, float]:
         with torch_threads(threads), self.context():
             self.function()
-            # One call for all: it takes the profiler longer to sum up the events.
             activities = [torch.profiler.ProfilerActivity.CPU]
             with (
                 torch.profiler.profile(activities=activities) as found,
                 torch.profiler.record_function(SECTION),
             ):
                 self.function()
-        parts = (it.self_cpu_time_total for it in found.key_averages() if self.has(it.key))
-        return calls * sum(parts) / 1e6
+        # The tree has the sums of `key_averages`, which takes ten times as long.
+        events = found.profiler.kineto_results.experimental_event_tree()
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for event in events:
+            children = event.children
+            own = event.duration_time_ns - sum(it.duration_time_ns for it in children)
+            seconds[part_of(event.name)] += own / 1e9 / self.tokens
+            events += children
+        return seconds
 
-    def has(self, name: str) -> bool:
-        if name == SECTION:
-            return self.part == "between operators"
-        first = next(part for part, words in PARTS.items() if any(word in name for word in words))
-        return self.part == first
+
+def part_of(name: str) -> str:
+    """Return the part of a token to which an operator's time belongs, or the profile's own."""
+    if name == SECTION:
+        return "between operators"
+    return next(part for part, words in PARTS.items() if any(word in name for word in words))
 
 
-def contenders(size: models.Size, threads: int) -> Contenders:
+def in_all_ways(model: Any, run: Callable[[Any], Contender]) -> dict[str, Callable[[], Contender]]:
+    """Run copies of a model as it is, with its operators replaced, and as a program."""
     from foo_ops.integrations.transformers import apply
 
-    model = size.model("bfloat16")
-    makers: dict[str, Callable[[], Contender]] = {
-        OURS: lambda: tokens_of(apply(copy.deepcopy(model)), size),
-        FROM_PYTHON: lambda: tokens_of(apply(copy.deepcopy(model), decode=False), size),
-        AS_IT_IS: lambda: tokens_of(copy.deepcopy(model), size),
+    ways: dict[str, Callable[[Any], Any]] = {
+        OURS: apply,
+        FROM_PYTHON: partial(apply, decode=False),
+        AS_IT_IS: models.as_it_is,
     }
+
+    def made(change: Callable[[Any], Any]) -> Contender:
+        return run(change(copy.deepcopy(model)))
+
+    return {name: partial(made, change) for name, change in ways.items()}
+
+
+def contenders(size: models.Size, compilers: Mapping[str, Compiler], threads: int) -> Contenders:
+    model = size.model("bfloat16")
+
+    def compiled(by: Compiler) -> Contender:
+        return by(copy.deepcopy(model), size, threads)
+
+    makers = in_all_ways(model, partial(Profiled, size=size))
     if size.is_compiled:
-        for name, options in COMPILED.items():
-            makers[name] = partial(compiled, model, size, options, threads)
-        makers["AOTInductor"] = lambda: exported(copy.deepcopy(model), size, threads)
+        makers |= {name: partial(compiled, by) for name, by in compilers.items()}
     return makers
 
 
-def compiled(model: Any, size: models.Size, options: dict[str, Any], threads: int) -> PerToken:
-    wrap = partial(torch.compile, options=options)
-    local = models.decoding(copy.deepcopy(model), size, wrap)
-    return PerToken(models.ready(local, threads), size.decoded)
+# ------------------------------------------------------------------------------ by torch's compiler
+
+
+def in_process(options: dict[str, Any], model: Any, size: models.Size, threads: int) -> Local:
+    local = models.decoding(model, size, partial(torch.compile, options=options))
+    return models.ready(local, threads)
 
 
 class Exportable(torch.nn.Module):
@@ -179,7 +186,7 @@ class Exportable(torch.nn.Module):
         return logits
 
 
-def exported(model: Any, size: models.Size, threads: int) -> PerToken:
+def exported(model: Any, size: models.Size, threads: int) -> Local:
     """Compile ahead of time, for one length of the cache and these weights."""
     tokens = size.tokens(1, size.prompt + 1)
     positions = [torch.tensor(it) for it in range(size.prompt + size.decoded)]
@@ -198,63 +205,46 @@ def exported(model: Any, size: models.Size, threads: int) -> PerToken:
             logits: Tensor = step(tokens[:, -1:], position)
         return logits
 
-    return PerToken(Local(run, torch.no_grad), size.decoded)
+    return Local(run, torch.no_grad)
 
 
-def tokens_of(model: Any, size: models.Size) -> PerToken:
-    return PerToken(models.decoding(model, size), size.decoded)
+Compiler = Callable[[Any, models.Size, int], Local]
+COMPILERS: dict[str, Compiler] = {
+    "compiled": partial(in_process, {}),
+    "compiled, C++ wrapper": partial(in_process, {"cpp_wrapper": True}),
+    "AOTInductor": exported,
+}
+"""Each compiles a model for a number of threads."""
+COMPILERS_OF_WIDE = {"compiled": COMPILERS["compiled"]}
+"""Products take most of the time of wide layers: AOTInductor compiles for 90 s instead of 21, and
+saves a tenth of a token."""
 
 
-def parts(size: models.Size, part: str) -> Contenders:
-    """Compare a part of a token, as the profiler measures it."""
-    from foo_ops.integrations.transformers import apply
-
-    model = size.model("bfloat16")
-
-    def made(change: Callable[[Any], Any]) -> PerToken:
-        return PerToken(
-            Part(models.decoding(change(copy.deepcopy(model)), size), part), size.decoded
-        )
-
-    return {
-        OURS: lambda: made(apply),
-        FROM_PYTHON: lambda: made(partial(apply, decode=False)),
-        AS_IT_IS: lambda: made(models.as_it_is),
-    }
+# -------------------------------------------------------------------------- generate, and Whisper
 
 
 def generating(size: models.Size, count: int, options: dict[str, Any]) -> Contenders:
     """Compare tokens of `generate`, which also chooses each of them, after a short prompt."""
-    from foo_ops.integrations.transformers import apply
-
     model = size.model("bfloat16")
     model.generation_config.eos_token_id = None
     prompt = size.tokens(1, 8)
 
-    def made(change: Callable[[Any], Any]) -> PerToken:
-        changed = change(copy.deepcopy(model))
-
-        def run() -> Tensor:
-            tokens = changed.generate(prompt, max_new_tokens=count, pad_token_id=0, **options)
+    def run(model: Any) -> Local:
+        def tokens_of() -> Tensor:
+            tokens = model.generate(prompt, max_new_tokens=count, pad_token_id=0, **options)
             # Models round differently, and so may choose other tokens.
             return torch.tensor(tokens.shape)
 
-        run()
-        return PerToken(Local(run, torch.no_grad), count)
+        tokens_of()
+        return Local(tokens_of, torch.no_grad)
 
-    return {
-        OURS: lambda: made(apply),
-        FROM_PYTHON: lambda: made(partial(apply, decode=False)),
-        AS_IT_IS: lambda: made(models.as_it_is),
-    }
+    return in_all_ways(model, run)
 
 
 def whisper_contenders(size: Size) -> Contenders:
     """Decode with an encoder's states, from the first token on."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
     from transformers.modeling_outputs import BaseModelOutput
-
-    from foo_ops.integrations.transformers import apply
 
     widths: dict[str, Any] = dict(size.whisper)
     config = WhisperConfig(**widths, max_source_positions=size.frames, pad_token_id=0)
@@ -263,7 +253,7 @@ def whisper_contenders(size: Size) -> Contenders:
     model = model.to(torch.bfloat16).eval()
     hidden: Any = torch.randn(1, size.frames, config.d_model).bfloat16()
 
-    def decoding(model: Any) -> PerToken:
+    def decoding(model: Any) -> Local:
         def run() -> Tensor:
             cache = None
             token = torch.full((1, 1), 3)
@@ -276,9 +266,6 @@ def whisper_contenders(size: Size) -> Contenders:
                 cache = output.past_key_values
             return output.logits
 
-        return PerToken(Local(run, torch.no_grad), size.tokens)
+        return Local(run, torch.no_grad)
 
-    return {
-        OURS: lambda: decoding(apply(copy.deepcopy(model))),
-        AS_IT_IS: lambda: decoding(copy.deepcopy(model)),
-    }
+    return in_all_ways(model, decoding)

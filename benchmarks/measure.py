@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Contender(Protocol):
 
     def time(self, calls: int, threads: int) -> float:
         """Return the seconds of ``calls`` successive calls on ``threads`` threads."""
+
+
+@runtime_checkable
+class Divided(Contender, Protocol):
+    """A contender that also measures the parts of a step."""
+
+    def parts(self, threads: int) -> dict[str, float]:
+        """Return the seconds of each part, by its name. A profiler may take long to find them."""
 
 
 Contenders = Mapping[str, Callable[[], Contender]]
@@ -89,6 +97,7 @@ class Case:
         prepare: makes the functions to compare, by name, ours first.
         threads: the numbers of threads, which also take turns.
         work: operations or bytes of a call, if the table shows a rate.
+        steps: equal steps of a call, such as tokens: the rows show the seconds of one.
         context: makes the context that all functions run in.
         references: rates, of which the targets are fractions, measured in every round.
         workload: the workload of attention, in its rows.
@@ -103,6 +112,7 @@ class Case:
     prepare: Callable[[], Contenders]
     threads: tuple[int, ...] = (1,)
     work: float = 0.0
+    steps: int = 1
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     references: Mapping[str, Reference] = field(default_factory=dict)
     workload: Workload | None = None
@@ -116,8 +126,9 @@ class Result:
     """A row of a table: the times of a case on a number of threads.
 
     Attributes:
-        seconds: seconds per call, for each contender and each of its turns. The turns of round i
-            are the i-th of all contenders; a slow contender leaves after fewer rounds.
+        seconds: seconds per step, or else per call, for each contender and each of its turns. The
+            turns of round i are the i-th of all contenders; a slow contender leaves after fewer
+            rounds.
         references: the rates of the case's references, round by round.
         failures: why contenders have no seconds.
         least: the case's target.
@@ -204,7 +215,7 @@ def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int
 
 
 def measure(case: Case, limits: Limits) -> list[Result]:
-    """Return a result for each number of threads.
+    """Return a result for each number of threads, and behind these the results of parts.
 
     The order of contenders is reversed in every other round, so that none always precedes or
     follows the same other.
@@ -229,14 +240,20 @@ def measure(case: Case, limits: Limits) -> list[Result]:
                     contender.take()
                 for name, rate in case.references.items():
                     references[threads][name].append(rate(threads))
-    return [
+        parts = [
+            it for threads in case.threads for it in part_results(case, contenders, threads, limits)
+        ]
+    results = [
         Result(
             case.section,
             case.name,
             threads,
             case.work,
             case.headline,
-            {name: it.seconds for name, it in turns[threads].items()},
+            {
+                name: [each / case.steps for each in it.seconds]
+                for name, it in turns[threads].items()
+            },
             references[threads],
             failures,
             case.workload,
@@ -244,6 +261,21 @@ def measure(case: Case, limits: Limits) -> list[Result]:
         )
         for threads in case.threads
     ]
+    return results + parts
+
+
+def part_results(
+    case: Case, contenders: Mapping[str, Contender], threads: int, limits: Limits
+) -> Iterator[Result]:
+    """Return a result for each part of a step, of the contenders that measure parts."""
+    divided = {name: it for name, it in contenders.items() if isinstance(it, Divided)}
+    rounds = [
+        {name: it.parts(threads) for name, it in divided.items()} for _ in range(limits.fewest)
+    ]
+    for part in dict.fromkeys(part for parts in rounds[0].values() for part in parts):
+        seconds = {name: [parts[name][part] for parts in rounds] for name in divided}
+        name = f"{case.name}: {part}"
+        yield Result(case.section, name, threads, work=0.0, headline=False, seconds=seconds)
 
 
 def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:

@@ -142,6 +142,15 @@ def test_seconds_are_those_of_a_call():
     assert (one.references, two.references) == ({"one": [1.0] * 4}, {"one": [2.0] * 4})
 
 
+def test_seconds_are_those_of_a_step():
+    """Turns are as many as for the whole calls."""
+    limits = Limits(rounds=9, turn=0.1, contender=2.0)
+    case = dataclasses.replace(clock_case(foo=Clock(1.0), torch=Clock(0.5)), steps=8)
+    one, two = measure(case, limits)
+    assert one.seconds == {"foo": [0.125] * 3, "torch": [0.0625] * 4}
+    assert two.seconds == {"foo": [0.0625] * 4, "torch": [0.03125] * 8}
+
+
 def test_slow_contenders_leave_early():
     limits = Limits(rounds=9, turn=0.1, contender=2.0, fewest=3, long_call=5.0)
     contenders = {"foo": Clock(0.1), "quick": Clock(0.5), "slow": Clock(3.0), "snail": Clock(9.0)}
@@ -212,3 +221,30 @@ def test_threads_are_those_asked_for_and_set_back():
     Local(lambda: seen.append(torch.get_num_threads())).time(2, before + 1)
     assert seen == [before + 1] * 2
     assert torch.get_num_threads() == before
+
+
+class DividedClock(Clock):
+    """A contender whose calls have two parts."""
+
+    def parts(self, threads):
+        self.turns.append("parts")
+        return {"first": self.seconds / 4, "second": self.seconds * 3 / 4 / threads}
+
+
+def test_parts_of_calls_have_rows_of_their_own():
+    divided = DividedClock(1.0)
+    case = clock_case(foo=divided, torch=Clock(2.0), flash=DividedClock(4.0))
+    rows = measure(case, Limits(rounds=9, turn=0.1, contender=100.0, fewest=3))
+    assert [(it.name, it.threads) for it in rows] == [
+        *(("clocks", threads) for threads in (1, 2)),
+        *((f"clocks: {part}", threads) for threads in (1, 2) for part in ("first", "second")),
+    ]
+    assert [it.seconds for it in rows[2:]] == [
+        {"foo": [0.25] * 3, "flash": [1.0] * 3},
+        {"foo": [0.75] * 3, "flash": [3.0] * 3},
+        {"foo": [0.25] * 3, "flash": [1.0] * 3},
+        {"foo": [0.375] * 3, "flash": [1.5] * 3},
+    ]
+    # A profiler may slow down calls, so that all turns come first.
+    assert divided.turns[-6:] == ["parts"] * 6
+    assert "parts" not in divided.turns[:-6]

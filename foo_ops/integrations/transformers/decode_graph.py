@@ -51,6 +51,7 @@ from foo_ops.integrations.transformers.generation import (
     TOKENS,
     FooGenerator,
     Values,
+    chosen,
     step,
 )
 from foo_ops.integrations.transformers.loss import FooLanguageModel
@@ -540,11 +541,7 @@ class FooDecoder(FooGenerator):
             *(partial(step, self), {TOKENS: tokens, **values}, cache, (len(tokens), 1)),
             *(sequences, most),
         )
-        values = decode(self, call)
-        if sequences.length == tokens.shape[1]:
-            sequences.append(values[LOGITS])
-        del values[LOGITS]
-        return values
+        return chosen(sequences, decode(self, call), tokens.shape[1])
 
 
 class FooDecodingLanguageModel(FooDecoder, FooLanguageModel):

@@ -72,7 +72,8 @@ class FooGenerator(Replacement):
 
     def append_tokens(self, sequences: Sequences, values: Values, most: int) -> Values:
         """Append a token to each sequence, or up to ``most``; return the next step's arguments."""
-        return chosen(sequences, step(self, tokens=sequences.tokens(), **values))
+        tokens = sequences.tokens()
+        return chosen(sequences, step(self, tokens=tokens, **values), tokens.shape[1])
 
     def _sample(
         self,
@@ -121,7 +122,7 @@ def generated(
     outputs = model._prefill(
         input_ids, config, model_kwargs, is_first_iteration=not config.is_assistant
     )
-    values = chosen(sequences, after_step(model, outputs, model_kwargs))
+    values = chosen(sequences, after_step(model, outputs, model_kwargs), input_ids.shape[1])
     # The logits of a prompt may be large.
     del outputs
     while True:
@@ -151,9 +152,14 @@ def after_step(model: Any, outputs: Any, model_kwargs: Values) -> Values:
     return {**values, LOGITS: outputs.logits}
 
 
-def chosen(sequences: Sequences, values: Values) -> Values:
-    """Append the tokens that the logits choose, and return the other values."""
-    sequences.append(values.pop(LOGITS))
+def chosen(sequences: Sequences, values: Values, length: int) -> Values:
+    """Append the tokens that the logits choose, and return the other values.
+
+    Sequences that are longer than the step's ``length`` have them: a program appends its own.
+    """
+    logits = values.pop(LOGITS)
+    if sequences.length == length:
+        sequences.append(logits)
     return values
 
 
