@@ -125,15 +125,14 @@ int64_t vector_bytes() {
 }
 
 // Returns the rows times columns that register tiles multiply. Columns are whole vectors, in pairs,
-// of which half takes 0.5 of the time with AVX-512, whose 12 sums hide the latency of a
-// multiplication, and 0.6 with the 6 of AVX2; rows are multiplied 12 and 4 at a time, and each of
-// the others takes 2.5 times as long. A matrix unit has whole tiles of both, and multiplies so fast
-// that packing decides.
+// of which half takes 0.6 of the time, or 0.55 with AVX-512, where 12 sums hide the latency of a
+// multiplication; rows are multiplied 12 and 4 at a time, and each of the others takes 2.5 times as
+// long. A matrix unit has whole tiles of both, and multiplies so fast that packing decides.
 double multiplied_area(const Product& product, at::ScalarType dtype) {
   if (dtype == at::kBFloat16 && has_matrix_unit()) return 0;
   const int64_t lanes = vector_bytes() / (dtype == at::kDouble ? 8 : 4), pair = 2 * lanes;
   const int64_t rest = product.columns % pair;
-  const double half = vector_bytes() == 64 ? 0.5 : 0.6;
+  const double half = vector_bytes() == 64 && dtype != at::kBFloat16 ? 0.55 : 0.6;
   const double of_rest = rest == 0 ? 0 : rest <= lanes ? half : 1;
   const double pairs = static_cast<double>(product.columns / pair) + of_rest;
   const int64_t single_rows = product.rows % 4;
