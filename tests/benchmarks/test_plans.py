@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.processes import python
 
 from benchmarks import plans
 from benchmarks.plans import attention, flex, linear, varlen
@@ -62,21 +61,6 @@ SIZES = [
     varlen((10, 20, 30), heads=2),
 ]
 
-THREADS_OF_PROCESS = """
-import os, torch, foo_ops
-
-def product(width):
-    return foo_ops.linear(torch.ones(1, width), torch.ones(width, width))
-
-torch.set_num_threads(1)
-product(128)
-before = len(os.listdir("/proc/self/task"))
-torch.set_num_threads(2)
-for width in (128, 176, 512):
-    product(width)
-    print(len(os.listdir("/proc/self/task")) - before)
-"""
-
 
 def time_on(threads: int, work: float) -> float:
     return work / threads + (threads * _C.WORK_OF_THREAD if threads > 1 else 0)
@@ -88,8 +72,3 @@ def test_a_call_runs_on_one_thread_if_that_takes_less_time_than_all(case, thread
     for loop in case.plan(threads):
         work = sum(map(sum, loop.costs))
         assert time_on(loop.threads, work) == min(time_on(1, work), time_on(threads, work))
-
-
-def test_a_small_call_starts_no_threads():
-    process = python(THREADS_OF_PROCESS)
-    assert process.stdout.split() == ["0", "0", "1"], process.stderr
