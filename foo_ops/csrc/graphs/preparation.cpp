@@ -198,7 +198,7 @@ bool Preparation::prepare_loops(Step& step, int64_t position) {
     }
   }
   std::vector<ParallelLoop> loops = batch.take();
-  bool stay = are_closed(loops, step.begin, step.end);
+  const bool stay = are_closed(loops, step.begin, step.end);
   JoinedCalls<ParallelLoop> joined(std::move(loops));
   joined.run();
   int64_t bytes = 0;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -62,11 +63,11 @@ void run_together(std::vector<Call> calls) {
 class ParallelLoop {
  public:
   template <class Call>
-  ParallelLoop(Call call, std::vector<at::Tensor> tensors)
-      : jobs_(call.jobs()),
-        bytes_(call.bytes()),
-        work_([call](int64_t job, void* scratch) { call.work(job, scratch); }),
-        cost_([call](int64_t job) { return call.cost(job); }),
+  ParallelLoop(std::shared_ptr<const Call> call, std::vector<at::Tensor> tensors)
+      : jobs_(call->jobs()),
+        bytes_(call->bytes()),
+        work_([call](int64_t job, void* scratch) { call->work(job, scratch); }),
+        cost_([call](int64_t job) { return call->cost(job); }),
         tensors_(std::move(tensors)) {}
 
   int64_t jobs() const { return jobs_; }

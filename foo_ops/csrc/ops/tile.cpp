@@ -159,6 +159,7 @@ void TileCall::add_scratch() {
   add_number(0);
 }
 
+// A call of JoinedCalls.
 class TileCall::Waiting {
  public:
   Waiting(TileCall call, TileFunction* function, int64_t tiles, int64_t grain)
@@ -167,13 +168,14 @@ class TileCall::Waiting {
   }
 
   int64_t jobs() const { return tiles_ == 0 ? 0 : (tiles_ + grain_ - 1) / grain_; }
+  int64_t bytes() const { return 0; }
 
   // An element takes about as long as a multiplication.
-  double cost() const {
+  double cost(int64_t) const {
     return static_cast<double>(elements_ * grain_) / static_cast<double>(tiles_);
   }
 
-  void work(int64_t job) const {
+  void work(int64_t job, void*) const {
     const int64_t begin = job * grain_;
     int64_t count = 0;
     function_(call_.numbers_.data(), kRunTiles, &count, begin, std::min(begin + grain_, tiles_));
@@ -193,21 +195,6 @@ bool TileCall::can_wait(const TileOptions& options) const {
   return !has_checks && !options.finishes && !options.refuses_late && options.scratch.empty() &&
          lists_.empty() && generators_.empty() && !checks_bounds();
 }
-
-namespace {
-
-// A call of JoinedCalls.
-template <class Waiting>
-struct WaitingTiles {
-  std::shared_ptr<const Waiting> call;
-
-  int64_t jobs() const { return call->jobs(); }
-  int64_t bytes() const { return 0; }
-  void work(int64_t job, void*) const { call->work(job); }
-  double cost(int64_t) const { return call->cost(); }
-};
-
-}  // namespace
 
 bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
                    c10::Device device) {
@@ -235,9 +222,9 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
       grain_size(std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1)));
   if (LoopBatch* const batch = LoopBatch::on(device); batch != nullptr && can_wait(options)) {
     std::vector<at::Tensor> tensors(tensors_.begin(), tensors_.end());
-    const WaitingTiles<Waiting> call{
-        std::make_shared<const Waiting>(std::move(*this), function, tiles, grain)};
-    batch->add(ParallelLoop(call, std::move(tensors)));
+    batch->add(
+        ParallelLoop(std::make_shared<const Waiting>(std::move(*this), function, tiles, grain),
+                     std::move(tensors)));
     return true;
   }
   const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);

@@ -255,7 +255,8 @@ void run_or_wait(const ProductCall<AnyProduct>& call, const at::Tensor& output,
   LoopBatch* const batch = LoopBatch::on(output.device());
   if (batch == nullptr) return run_together<ProductCall<AnyProduct>>({call});
   const auto tensor = [](const std::optional<at::Tensor>& it) { return it.value_or(at::Tensor()); };
-  batch->add(ParallelLoop(call, {output, tensor(read)...}));
+  batch->add(ParallelLoop(std::make_shared<const ProductCall<AnyProduct>>(call),
+                          {output, tensor(read)...}));
 }
 
 }  // namespace foo
