@@ -144,27 +144,17 @@ bool is_product(const Instruction& instruction) {
          call->op.operator_name().name.starts_with("foo::linear");
 }
 
-// Returns the registers that a product reads; none has lists of tensors.
-std::set<int64_t> read_by(const OperatorCall& product) {
-  std::set<int64_t> indices;
-  for (const Argument& each : product.arguments) {
-    if (const auto* source = std::get_if<Register>(&each.value)) indices.insert(source->index);
-  }
-  return indices;
-}
-
 // Returns how many products begin at `first` that do not read each other's results.
 int64_t products_from(const std::vector<Instruction>& instructions, size_t first) {
   std::set<int64_t> written;
   size_t next = first;
   for (; next < instructions.size() && is_product(instructions[next]); ++next) {
     const auto& call = std::get<OperatorCall>(instructions[next].action);
-    const std::set<int64_t> read = read_by(call);
-    const auto is_read = [&](int64_t index) { return read.count(index) > 0; };
-    if (std::any_of(written.begin(), written.end(), is_read)) break;
-    for (const Result& result : call.results) {
-      if (const auto* target = std::get_if<Register>(&result)) written.insert(target->index);
-    }
+    bool reads_result = false;
+    each_read(call.arguments,
+              [&](int64_t index) { reads_result = reads_result || written.count(index) > 0; });
+    if (reads_result) break;
+    each_written(call, [&](int64_t index) { written.insert(index); });
   }
   return std::max<int64_t>(1, next - first);
 }
@@ -200,6 +190,7 @@ bool execute(const Instruction& instruction, int64_t position, Registers& regist
   const auto& call = std::get<OperatorCall>(instruction.action);
   if (run_shortcut(call, position, registers)) return true;
   torch::jit::Stack stack;
+  stack.reserve(call.arguments.size());
   for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
   call.op.callBoxed(stack);
   return store(call.results, position, stack, registers);

@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -85,6 +86,27 @@ struct Instruction {
 
 // Looks up shortcuts and products of instructions.
 void complete(std::vector<Instruction>& instructions);
+
+// Calls function(index) for each register that arguments read.
+template <class Function>
+void each_read(const std::vector<Argument>& arguments, const Function& function) {
+  for (const Argument& each : arguments) {
+    if (const auto* source = std::get_if<Register>(&each.value)) function(source->index);
+    if (const auto* list = std::get_if<std::vector<Argument>>(&each.value))
+      each_read(*list, function);
+  }
+}
+
+// The same for each register that a call writes.
+template <class Function>
+void each_written(const OperatorCall& call, const Function& function) {
+  for (const Result& each : call.results) {
+    if (const auto* target = std::get_if<Register>(&each)) function(target->index);
+    if (const auto* list = std::get_if<std::vector<int64_t>>(&each)) {
+      std::for_each(list->begin(), list->end(), function);
+    }
+  }
+}
 
 // Whether all that a call does on the CPU is a parallel loop, which may wait in a batch.
 bool is_loop(const OperatorCall& call);

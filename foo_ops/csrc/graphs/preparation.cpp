@@ -39,25 +39,6 @@ bool is_fixed(const OperatorCall& call) {
   });
 }
 
-template <class Function>
-void each_read(const std::vector<Argument>& arguments, const Function& function) {
-  for (const Argument& each : arguments) {
-    if (const auto* source = std::get_if<Register>(&each.value)) function(source->index);
-    if (const auto* list = std::get_if<std::vector<Argument>>(&each.value))
-      each_read(*list, function);
-  }
-}
-
-template <class Function>
-void each_written(const OperatorCall& call, const Function& function) {
-  for (const Result& each : call.results) {
-    if (const auto* target = std::get_if<Register>(&each)) function(target->index);
-    if (const auto* list = std::get_if<std::vector<int64_t>>(&each)) {
-      std::for_each(list->begin(), list->end(), function);
-    }
-  }
-}
-
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
                                                   : nullptr;

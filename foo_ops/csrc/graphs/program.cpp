@@ -44,12 +44,8 @@ std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
   for (const auto& [index, constant] : constants_) {
     if (!constant.is_in_place()) return std::nullopt;
   }
-  std::vector<at::Tensor> outputs;
   const std::unique_lock lock(preparation_mutex_, std::try_to_lock);
-  if (lock.owns_lock()) {
-    if (!run_prepared(position, inputs, outputs)) return std::nullopt;
-    return outputs;
-  }
+  if (lock.owns_lock()) return run_prepared(position, inputs);
   Registers registers = constants();
   write_inputs(inputs, registers);
   if (!execute_from(instructions_, 0, position, registers)) return std::nullopt;
@@ -61,19 +57,19 @@ size_t Program::lasting_calls() const {
   return preparation_ == nullptr ? 0 : preparation_->lasting_calls();
 }
 
-bool Program::run_prepared(int64_t position, const std::vector<at::Tensor>& inputs,
-                           std::vector<at::Tensor>& outputs) const {
+std::optional<std::vector<at::Tensor>> Program::run_prepared(
+    int64_t position, const std::vector<at::Tensor>& inputs) const {
   // After an error there is none.
   std::unique_ptr<Preparation> preparation = std::move(preparation_);
   if (preparation == nullptr || !preparation->fits()) {
     preparation = std::make_unique<Preparation>(instructions_, outputs_, constants());
   }
   write_inputs(inputs, preparation->registers());
-  if (!preparation->run(position)) return false;
-  outputs = outputs_of(preparation->registers());
+  if (!preparation->run(position)) return std::nullopt;
+  std::vector<at::Tensor> outputs = outputs_of(preparation->registers());
   preparation->forget();
   preparation_ = std::move(preparation);
-  return true;
+  return outputs;
 }
 
 void Program::write_inputs(const std::vector<at::Tensor>& inputs, Registers& registers) const {

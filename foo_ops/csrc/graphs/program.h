@@ -45,9 +45,9 @@ class Program {
   size_t lasting_calls() const;
 
  private:
-  // Runs loops that stay from run to run. Returns false as `execute` does.
-  bool run_prepared(int64_t position, const std::vector<at::Tensor>& inputs,
-                    std::vector<at::Tensor>& outputs) const;
+  // Runs loops that stay from run to run. Returns nothing where `execute` returns false.
+  std::optional<std::vector<at::Tensor>> run_prepared(int64_t position,
+                                                      const std::vector<at::Tensor>& inputs) const;
   void write_inputs(const std::vector<at::Tensor>& inputs, Registers& registers) const;
   std::vector<at::Tensor> outputs_of(const Registers& registers) const;
   Registers constants() const;
