@@ -25,7 +25,7 @@ from benchmarks import (
     targets,
     zentorch_process,
 )
-from benchmarks.measure import Case, Limits, Result, measure
+from benchmarks.measure import Case, Limits, Result, measure, prepare
 from benchmarks.publish import Published
 from benchmarks.workload import Workload
 
@@ -127,6 +127,16 @@ def test_every_contender_of_a_quantized_layer(bits, group_size):
     expected |= set() if (bits, group_size) == (8, 32) else {"torch"}
     assert set(result.peers()) == expected
     assert set(result.failures) == (set() if HAS_TORCHAO else torchao)
+
+
+def test_every_quantized_layer_agrees_with_its_peers(monkeypatch):
+    """A layer whose peers all have other results ends the run."""
+    monkeypatch.setattr(peaks, "bytes_beyond_the_caches", lambda: 0)
+    for layer in quantized_linear.layers(["bfloat16", "float32"]):
+        tiny = dataclasses.replace(layer, width=128, outputs=64)
+        case = Case(tiny.name, "", partial(quantized_linear.contenders, tiny), (1,))
+        contenders, failures = prepare(case)
+        assert "F.linear" in contenders, (tiny, failures)
 
 
 @pytest.mark.parametrize("options", cases.OPTIONS, ids=str)
