@@ -26,8 +26,8 @@ before the next one, while the scores are in L1. A panel's data that outlives a 
 its rows of the output) is contiguous, so that a product reads neighbouring lines of few pages. The
 backward kernel goes over the same tiles and panels; from the weights and the gradients of the
 scores it adds to grad_query panel by panel, and to grad_key and grad_value once for all panels of a
-tile. A matrix unit multiplies beside the vector units, so there the products
-of one panel are computed during the vector work of its neighbour: see
+tile. A matrix unit multiplies beside the vector units, so there the backward kernel computes the
+products of one panel during the vector work of its neighbour: see
 foo_ops/kernels/attention/pipeline.py.
 """
 

@@ -24,7 +24,6 @@ from foo_ops.kernels.attention.operands import (
     queries_of,
     seen_keys,
 )
-from foo_ops.kernels.attention.pipeline import is_pipelined, make_pipelined_forward
 from foo_ops.kernels.attention.programs import sees_window
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
@@ -131,8 +130,7 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
         make_online_softmax(dtype, matrix_dtype, has_options),
     )
     finish, write = make_finish(dtype), make_panel_writer(dtype, "output")
-    PIPELINED = is_pipelined(dtype, has_options, has_programs)
-    rescale, add_tile = make_rescale(dtype), make_pipelined_forward(dtype)
+    rescale = make_rescale(dtype)
 
     def forward(parameters, piece, memory):
         head_width, value_width, rows = sizes_of_block(parameters, piece)
@@ -166,13 +164,6 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
             transposed_values = transposed_tile(
                 memory.transposed_values, values, count, parameters.value_dim
             )
-            if PIPELINED:
-                add_tile(
-                    parameters, piece, memory, keys, transposed_values, key_start, count, columns,
-                    head_width, value_width, has_sums,
-                )  # fmt: skip
-                has_sums = True
-                continue
             # Panel by panel, so that the scores stay in L1 between the two products: 0.03 of the
             # peak.
             start, stop = 0, 0

@@ -246,47 +246,6 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 
 
 @functools.cache
-def make_softmax_by_parts(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Make the parts of the online softmax, for weights in pairs and without dropout.
-
-    ``update_maxima(parameters, scores, largest, total, correction, columns, count)`` returns
-    whether a maximum grew. ``add_weights(parameters, scores, largest, total, column, key, stop)``
-    then turns the scores of some keys, and a vector of columns, into weights in the same memory; a
-    part begins at a multiple of 2. ``pad_weights(scores, columns, count)`` comes last. See
-    `make_online_softmax`.
-    """
-    compute = ELEMENTS[dtype].compute
-    LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
-    update, offset_of = _make_maxima(dtype)
-    steps, as_pairs = make_step_counter(dtype), pointer_to(PAIRS)
-    store_pairs = make_pairs_storer(dtype)
-
-    @njit
-    def update_maxima(parameters, scores, largest, total, correction, columns, count):
-        factor = splat(compute(parameters.factor), LANES)
-        return update(scores, largest, total, correction, factor, columns, count)
-
-    @njit
-    def add_weights(parameters, scores, largest, total, column, key, stop):
-        factor, offset = splat(compute(parameters.factor), LANES), offset_of(largest, column)
-        pairs, sum_ = as_pairs(address_of(scores)), splat(compute(0.0), LANES)
-        for first in range(key, stop, 2):
-            index = first * TILE_STRIDE + column
-            left = exp2(load_vector(scores, index, LANES) * factor + offset)
-            right = exp2(load_vector(scores, index + TILE_STRIDE, LANES) * factor + offset)
-            sum_ = sum_ + (left + right)
-            store_pairs(pairs, first // 2 * TILE_STRIDE + column, 0, left, right)
-        store(total, column, load_vector(total, column, LANES) + sum_)
-
-    @njit
-    def pad_weights(scores, columns, count):
-        for step in range((count + 1) // 2, steps(count)):
-            fill(shift(scores, step * TILE_STRIDE), columns, 0.0)
-
-    return update_maxima, add_weights, pad_weights
-
-
-@functools.cache
 def make_rescale(dtype: str) -> Callable:
     """Make ``rescale(sums, stride, factors, rows, columns)``: multiply columns by their factors."""
     LANES = lanes_of(compute_dtype(dtype))
