@@ -16,6 +16,7 @@ from numba import njit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import bytes_ahead, fetches_to_first, vector_registers
 from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
+from foo_ops.kernels.linear.packing import make_left_packer, make_right_packer, on_matrix_unit
 from foo_ops.kernels.linear.product import (
     NOTHING,
     argument_types,
@@ -24,6 +25,7 @@ from foo_ops.kernels.linear.product import (
     make_writer,
     parts_of,
 )
+from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products
 from foo_ops.kernels.products.on_vectors import make_matmul
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.simd.memory import (
@@ -36,7 +38,12 @@ from foo_ops.kernels.simd.memory import (
 )
 from foo_ops.kernels.simd.narrow import PAIRS
 from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
+from foo_ops.kernels.simd.transpose import (
+    make_copy_row,
+    make_fill,
+    round_up,
+    transpose_square,
+)
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Columns read at a time for one row, in the order of memory, while the next ones are prefetched
@@ -210,6 +217,8 @@ def make_few_rows_kernel(
     It computes the same as `foo_ops.kernels.linear.product.make_product_kernel`. The weights of a
     gate must be the right matrices.
     """
+    if make_tiles is make_stored_tiles and on_matrix_unit(dtype):
+        return _make_few_rows_on_unit_kernel(dtype, finish)
     compute, tiles = compute_dtype(dtype), make_tiles(dtype)
     LANES, row_size = lanes_of(compute), tiles.row_size
     as_left, copy_row = pointer_to(tiles.left), tiles.copy_row
@@ -293,6 +302,84 @@ def make_few_rows_kernel(
 
     layout = Scratch(compute, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, tiles.arguments)
+
+
+def _make_few_rows_on_unit_kernel(dtype: str, finish: str) -> Kernel:
+    """Make the kernel of a product of few rows for a matrix unit.
+
+    Registers hold columns as they lie in memory, and all steps of 16 rows, which are packed. So a
+    register of sums has columns as its rows, and is transposed.
+    """
+    compute, DEPTH = compute_dtype(dtype), TILE_MULTIPLE
+    LANES, PARTS = lanes_of(compute), parts_of(finish)
+    write, as_pairs = make_writer(dtype, finish), pointer_to(PAIRS)
+    pack_rows = make_right_packer(dtype, GROUP)
+    pack_columns = make_left_packer(dtype, TILE_MULTIPLE, 0)
+    on_tiles, begin_products, end_products = make_amx_products(1)
+
+    @njit
+    def sizes_of_block(product, block):
+        rows = round_up(block.row_stop - block.row_start, GROUP)
+        columns = round_up(block.column_stop - block.column_start, TILE_MULTIPLE)
+        return rows, columns, round_up(product.depth, DEPTH) // 2
+
+    def describe(rows: Any, columns: Any, steps: Any) -> dict[str, Any]:
+        return {
+            "rows": rows * steps,
+            # Columns or steps that fill no registers.
+            "edges": TILE_MULTIPLE * steps,
+            "tile": TILE_MULTIPLE * rows,
+            "sums": PARTS * rows * columns,
+            "bias": larger(rows, columns) + LANES,
+            **describe_lines(compute, finish),
+        }
+
+    @njit
+    def columns_of(product, memory, right, count):
+        """Return the left matrix that has these columns as its rows."""
+        stride = product.right_column_stride
+        if count % GROUP == 0 and product.depth % DEPTH == 0:
+            return as_pairs(address_of(right)), stride // 2, GROUP, 0
+        pairs, _, row_stride, group_stride = pack_columns(
+            memory.edges, right, stride, 1, count, product.depth
+        )
+        return pairs, row_stride, group_stride, 0
+
+    @njit
+    def multiply(product, block, memory, right, sums):
+        rows, width, steps = sizes_of_block(product, block)
+        packed = as_pairs(address_of(memory.rows))
+        for column in range(block.column_start, block.column_stop, TILE_MULTIPLE):
+            count = min(TILE_MULTIPLE, block.column_stop - column)
+            place = shift(right, column * product.right_column_stride)
+            on_tiles(
+                memory.tile, rows, columns_of(product, memory, place, count), (packed, rows, 0),
+                round_up(count, GROUP), rows, steps, False, True,
+            )  # fmt: skip
+            for row in range(0, rows, LANES):
+                for lane in range(0, round_up(count, GROUP), LANES):
+                    target = shift(sums, row * width + column - block.column_start + lane)
+                    transpose_square(
+                        target, width, shift(memory.tile, lane * rows + row), rows, LANES
+                    )
+
+    def compute_block(product, block, memory):
+        rows, width, _ = sizes_of_block(product, block)
+        count = block.row_stop - block.row_start
+        source = shift(product.left, block.row_start * product.left_row_stride)
+        pack_rows(
+            memory.rows, 0, source, product.left_row_stride, product.left_step_stride, count,
+            product.depth,
+        )  # fmt: skip
+        begin_products()
+        multiply(product, block, memory, product.right, memory.sums)
+        if PARTS == 2:
+            multiply(product, block, memory, product.second, shift(memory.sums, rows * width))
+        end_products()
+        write(product, block, memory, memory.sums, width, 0, (PARTS - 1) * rows * width)
+
+    layout = Scratch(compute, sizes_of_block, describe)
+    return make_kernel_with_scratch(compute_block, layout, argument_types(dtype))
 
 
 # Steps whose rows of the right matrix are read side by side, each as one stretch of memory.

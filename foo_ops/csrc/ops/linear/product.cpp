@@ -66,19 +66,25 @@ Kernel& sums_kernel() {
   return *kernel;
 }
 
+bool has_matrix_unit() {
+  static const bool has = at::cpu::init_amx();
+  return has;
+}
+
+// Most rows that are multiplied by the columns without packing these: on a matrix unit, as many as
+// one of its registers has columns.
+int64_t most_few_rows(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 && has_matrix_unit() ? 2 * kFewRows : kFewRows;
+}
+
 // Pairs of bfloat16 are read only if the distance between rows of the right matrix is whole pairs.
-bool has_few_rows(const Product& product, at::ScalarType dtype, int64_t most = kFewRows) {
+bool has_few_rows(const Product& product, at::ScalarType dtype, int64_t most) {
   const bool has_pairs = dtype != at::kBFloat16 || product.right_column_stride % 2 == 0;
   return product.rows <= most && product.right_step_stride == 1 && has_pairs;
 }
 
 bool has_few_rows_of_adjacent_columns(const Product& product) {
   return product.rows <= kFewRows && product.right_column_stride == 1 && !product.is_transposed;
-}
-
-bool has_matrix_unit() {
-  static const bool has = at::cpu::init_amx();
-  return has;
 }
 
 // Whether the sums need not leave the registers before they are rounded. In float32 and float64
@@ -287,9 +293,10 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     const at::Tensor other = second == nullptr ? at::Tensor() : second->tensor();
     run_or_wait(call, output, left.tensor(), right.tensor(), other, bias);
   };
-  if (has_few_rows(product, dtype)) {
+  const int64_t most = most_few_rows(dtype);
+  if (has_few_rows(product, dtype, most)) {
     multiply_few_rows(product);
-  } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
+  } else if (second == nullptr && has_few_rows(transposed(product), dtype, most)) {
     multiply_few_rows(transposed(product));
   } else if (is_quicker_by_torch(product, dtype, finish)) {
     const bool is_finished = finish != Finish::kNothing || product.has_bias;
