@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+
+from benchmarks.measure import stay_awake
+from benchmarks.own_process import OwnProcess
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0", "4 bits": "Q4_0"}
 """Types of weights, by gguf's names; those of few bits have a scale for each 32 weights."""
@@ -60,24 +64,45 @@ class LlamaCpp:
         decoded: int,
         compared: Callable[[], list[Tensor]] | None = None,
     ) -> None:
-        import llama_cpp
-
-        self.library: Any = llama_cpp
-        self.classes = model.config.vocab_size
-        *self.prompt, self.last = tokens
-        self.decoded, self.compared = decoded, compared
-        options: dict[str, Any] = {}
-        if weights == "float32":
-            options = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
-        room = len(tokens) + decoded
+        self.compared = compared
+        *prompt, last = tokens
+        self.process = OwnProcess("benchmarks.llama_cpp:Server")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             write(path, model, weights)
-            # Read, not mapped, so that the file can be deleted.
-            self.model = llama_cpp.Llama(
-                str(path), n_ctx=room, n_batch=room, n_ubatch=room, use_mmap=False, verbose=False,
-                **options,
-            )  # fmt: skip
+            self.process.request("prepare", str(path), prompt, last, weights == "float32", decoded)
+
+    def results(self) -> list[Tensor]:
+        if self.compared is not None:
+            return self.compared()
+        return [torch.from_numpy(self.process.request("logits"))]
+
+    def time(self, calls: int, threads: int) -> float:
+        return self.process.request("time", calls, threads)
+
+
+class Server:
+    """A model in llama.cpp, in a process of its own.
+
+    llama.cpp keeps a thread's configuration of a matrix unit, and crashes once another library has
+    released it: PyTorch's and ours both do, after each product.
+    """
+
+    def prepare(
+        self, path: str, prompt: list[int], last: int, has_float32_cache: bool, decoded: int
+    ) -> None:
+        import llama_cpp
+
+        self.library: Any = llama_cpp
+        self.prompt, self.last, self.decoded = prompt, last, decoded
+        options: dict[str, Any] = {}
+        if has_float32_cache:
+            options = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+        room = len(prompt) + 1 + decoded
+        # Read, not mapped, so that the file can be deleted.
+        self.model = llama_cpp.Llama(
+            path, n_ctx=room, n_batch=room, n_ubatch=room, use_mmap=False, verbose=False, **options
+        )
         self.read_prompt()
 
     def read_prompt(self) -> None:
@@ -96,15 +121,15 @@ class LlamaCpp:
         else:
             self.read_prompt()
 
-    def results(self) -> list[Tensor]:
-        if self.compared is not None:
-            return self.compared()
+    def logits(self) -> Any:
+        """Return the last token's logits, (1, 1, classes), a NumPy array."""
         self.run()
         numbers = self.library.llama_get_logits_ith(self.model.ctx, -1)
-        return [torch.tensor(numbers[: self.classes])[None, None]]
+        return numpy.array(numbers[: self.model.n_vocab()], numpy.float32)[None, None]
 
     def time(self, calls: int, threads: int) -> float:
         self.library.llama_set_n_threads(self.model.ctx, threads, threads)
+        stay_awake()
         return timeit.timeit(self.run, number=calls)
 
 

@@ -1,22 +1,16 @@
-"""Runs zentorch in a process of its own, so that its import does not affect the others.
-
-``python -m benchmarks.zentorch_process DESCRIPTOR`` serves a `Zentorch` through a connection.
-"""
+"""Runs zentorch in a process of its own, so that its import does not affect the others."""
 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 import timeit
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import stay_awake
+from benchmarks.own_process import OwnProcess
 from benchmarks.workload import Workload
 
 
@@ -28,39 +22,19 @@ class Zentorch:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.first = request("prepare", workload)
+        self.first = process().request("prepare", workload)
 
     def results(self) -> list[Tensor]:
         return [self.workload.comparable(torch.from_numpy(self.first))]
 
     def time(self, calls: int, threads: int) -> float:
-        return request("time", calls, threads)
-
-
-def request(name: str, *arguments: Any) -> Any:
-    connection = process()
-    try:
-        connection.send((name, arguments))
-        succeeded, value = connection.recv()
-    except (EOFError, OSError) as error:
-        raise RuntimeError("zentorch has ended its process") from error
-    if not succeeded:
-        raise value
-    return value
+        return process().request("time", calls, threads)
 
 
 @functools.cache
-def process() -> Connection:
-    """Start and connect to the one process, which ends with the connection."""
-    here, there = Pipe()
-    subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.zentorch_process", str(there.fileno())],
-        pass_fds=[there.fileno()],
-        # As zentorch's users have it, without foo_ops.
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
-    there.close()
-    return here
+def process() -> OwnProcess:
+    """Start the one process for all workloads."""
+    return OwnProcess("benchmarks.zentorch_process:Server")
 
 
 # ----------------------------------------------------------------------------- in that process
@@ -95,21 +69,3 @@ class Server:
         torch.set_num_threads(threads)
         stay_awake()
         return self.timer.timeit(calls)
-
-
-def serve(connection: Connection) -> None:
-    server = Server()
-    while True:
-        try:
-            name, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = True, getattr(server, name)(*arguments)
-        except Exception as error:
-            answer = False, error
-        connection.send(answer)
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))

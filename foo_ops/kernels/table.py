@@ -13,6 +13,7 @@ MERGE = Maker("foo_ops.kernels.attention.forward", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
+FEW_ROWS_ON_UNIT = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_on_unit_kernel")
 ADJACENT_COLUMNS = Maker("foo_ops.kernels.linear.few_rows", "make_adjacent_columns_kernel")
 FEW_STEPS = Maker("foo_ops.kernels.linear.few_steps", "make_few_steps_kernel")
 FINISH = Maker("foo_ops.kernels.linear.product", "make_finish_kernel")
@@ -68,6 +69,7 @@ _OWN = (
     OwnKernel("linear_product", PRODUCT),
     OwnKernel("linear_product.sums", PRODUCT, {"adds": True}),
     OwnKernel("linear_few_rows", FEW_ROWS),
+    OwnKernel("linear_few_rows_on_unit", FEW_ROWS_ON_UNIT),
     OwnKernel("linear_few_rows_of_adjacent_columns", ADJACENT_COLUMNS),
     OwnKernel("linear_few_steps", FEW_STEPS),
     OwnKernel("linear_finish", FINISH),
@@ -116,6 +118,10 @@ _OWN = (
     OwnKernel("cross_entropy_gradient", LOSS_GRADIENT),
     *(OwnKernel(f"linear_product.{it}", PRODUCT, {"finish": it}) for it in _FINISHES),
     *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
+    *(
+        OwnKernel(f"linear_few_rows_on_unit.{it}", FEW_ROWS_ON_UNIT, {"finish": it})
+        for it in _FINISHES
+    ),
     *(OwnKernel(f"linear_finish.{it}", FINISH, {"finish": it}) for it in _FINISHES),
     *(OwnKernel(f"experts_gate.{it}", GATE, {"activation": it}) for it in _ACTIVATIONS),
     *(

@@ -26,6 +26,7 @@ from benchmarks import (
     zentorch_process,
 )
 from benchmarks.measure import Case, Limits, Result, measure, prepare
+from benchmarks.own_process import OwnProcess
 from benchmarks.publish import Published
 from benchmarks.workload import Workload
 
@@ -217,17 +218,17 @@ def test_zentorch_says_why_it_fails_and_goes_on():
     assert zentorch_process.Zentorch(FORWARD).time(1, 1) > 0
 
 
-def test_process_of_zentorch_that_ends(monkeypatch):
-    class Ended:
-        def send(self, message):
-            pass
-
-        def recv(self):
-            raise EOFError
-
-    monkeypatch.setattr(zentorch_process, "process", Ended)
-    with pytest.raises(RuntimeError, match="zentorch has ended its process"):
-        zentorch_process.Zentorch(FORWARD)
+def test_own_process():
+    """Results and exceptions come back, until the process ends."""
+    process = OwnProcess("builtins:list")
+    process.request("append", 3)
+    assert process.request("pop") == 3
+    with pytest.raises(IndexError, match="pop from empty list"):
+        process.request("pop")
+    ended = OwnProcess("sys:exit")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^the process of sys:exit has ended$"):
+            ended.request("pop")
 
 
 def test_zentorch_stays_out_of_this_process():

@@ -330,7 +330,8 @@ number, pointer = ctypes.c_int64, ctypes.c_void_p
 
 for kernel in sys.argv[2:]:
     module = importlib.import_module(
-        "foo_ops.kernels.linear." + kernel.removeprefix("linear_").partition(".")[0]
+        "foo_ops.kernels.linear."
+        + kernel.removeprefix("linear_").partition(".")[0].removesuffix("_on_unit")
     )
     def remember(body, layout, types):
         layouts[kernel] = layout
@@ -379,6 +380,47 @@ KERNELS = ("linear_product", "linear_few_rows")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
     run(FENCED, tmp_path, dtype, *(f"{name}{finish}" for name in KERNELS))
+
+
+@pytest.mark.parametrize("finish", ["", ".silu_mul"])
+def test_few_rows_on_a_matrix_unit_stay_inside_of_their_regions(finish, tmp_path):
+    run(FENCED, tmp_path, "bfloat16", f"linear_few_rows_on_unit{finish}", FOO_MATRIX_UNIT="1")
+
+
+# Compares few rows with float64, on a matrix unit or on vectors that stand for one.
+ON_UNIT = """
+import itertools
+import torch
+import foo_ops
+
+def check(result, exact):
+    torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=2**-8 * depth**0.5)
+
+torch.manual_seed(0)
+for rows, (columns, depth) in itertools.product(
+    (1, 2, 3, 8, 9, 15, 16, 17), ((16, 64), (70, 33), (33, 96), (5, 1), (48, 0), (520, 544))
+):
+    weight, other = torch.randn(2, columns, depth + depth % 2).bfloat16()[..., :depth]
+    bias = torch.randn(columns).bfloat16()
+    apart = torch.randn(depth, rows).bfloat16().t()
+    for input in (torch.randn(rows, depth + 3).bfloat16()[:, 1 : depth + 1], apart):
+        exact = input.double() @ weight.double().T
+        check(foo_ops.linear(input, weight), exact)
+        with_bias = exact + bias.double()
+        check(foo_ops.linear(input, weight, bias), with_bias)
+        result = foo_ops.linear(input, weight, bias, activation="relu")
+        check(result, torch.nn.functional.relu(with_bias))
+        gate = torch.nn.functional.silu(exact) * (input.double() @ other.double().T)
+        result = foo_ops.linear_silu_mul(input, weight, other)
+        torch.testing.assert_close(result.double(), gate, rtol=2**-6, atol=2**-6 * (depth + 1))
+    # Few columns are multiplied as rows are.
+    many = torch.randn(300, depth).bfloat16()
+    check(foo_ops.linear(many, weight[:rows]), many.double() @ weight[:rows].double().T)
+"""
+
+
+def test_few_rows_on_a_matrix_unit(tmp_path):
+    run(ON_UNIT, tmp_path, FOO_MATRIX_UNIT="1")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *whole("float32", "float16")])

@@ -1,5 +1,7 @@
 """The table of products that PyTorch's kernels compute: its routes, and the values."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,19 +65,26 @@ def forms_of(family, dtype, rows, work=1 << 30, threads=2):
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("family", INTEL)
 def test_intel(family, dtype):
-    """MKL computes all large products, in each form; oneDNN computes bfloat16 on one AMX thread."""
-    everything = set(_C.PRODUCT_FORMS) if dtype != torch.bfloat16 else set()
-    for rows in (9, 255, 256, 1 << 20):
-        is_left = dtype == torch.float64 and rows < 256
-        forms = {"grad_input", "grad_weight"} if is_left else everything
-        assert forms_of(family, dtype, rows) == forms
+    """MKL computes all large products, in each form; few rows only where it is faster."""
+    everything, gradients = set(_C.PRODUCT_FORMS), {"grad_input", "grad_weight"}
+    least = 256 if dtype == torch.float64 else 9 if family == "intel-avx2" else 64
+    for rows in (9, 63, 64, 255, 256, 1 << 20):
+        for threads in (1, 2):
+            forms = everything if rows >= least else gradients
+            assert forms_of(family, dtype, rows, threads=threads) == forms
     assert forms_of(family, dtype, 8) == forms_of(family, dtype, 64, work=1 << 20) == set()
-    on_one = forms_of(family, dtype, 1024, threads=1)
-    has_unit = family == "intel-amx" and dtype == torch.bfloat16
-    assert on_one == ({"forward", "bias"} if has_unit else everything)
+
+
+@pytest.mark.parametrize("family", INTEL)
+def test_intel_in_bfloat16(family):
+    """oneDNN computes the gradients of weights of few rows on a matrix unit."""
+    for rows, threads in itertools.product((8, 9, 128, 129, 1024), (1, 2)):
+        is_torchs = family == "intel-amx" and rows in (9, 128)
+        forms = {"grad_weight"} if is_torchs else set()
+        assert forms_of(family, torch.bfloat16, rows, threads=threads) == forms
 
 
 @pytest.mark.parametrize(
@@ -199,11 +208,15 @@ def test_other_strides(family, dtype, device):
             assert_near(result.cpu(), expected.cpu(), roundings=ROUNDINGS[dtype])
 
 
+def skip_sums_of_threads(family, dtype):
+    if (family, dtype) == ("amd-bfloat16", torch.bfloat16) and has_matrix_unit():
+        pytest.skip("on a matrix unit, oneDNN's order of sums depends on the number of threads")
+
+
 @pytest.mark.parametrize("rows", [24, 256, 1100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_result_for_every_number_of_threads(family, rows, dtype):
-    if (family, dtype) == ("intel-amx", torch.bfloat16) and not has_matrix_unit():
-        pytest.skip("oneDNN sums up in our order only on a matrix unit")
+    skip_sums_of_threads(family, dtype)
     given = tuple(tensors(rows, dtype, "cpu"))
     before, results = torch.get_num_threads(), []
     try:
@@ -248,9 +261,9 @@ def test_groups(family, dtype):
     (first, exact), *others = results
     for result, expected in zip(first, exact()):
         assert_near(result, expected.detach(), roundings=ROUNDINGS[dtype])
-    if (family, dtype) != ("intel-amx", torch.bfloat16) or has_matrix_unit():
-        for other, _ in others:
-            assert all(map(torch.equal, first, other))
+    skip_sums_of_threads(family, dtype)
+    for other, _ in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize(

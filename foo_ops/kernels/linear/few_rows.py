@@ -217,8 +217,6 @@ def make_few_rows_kernel(
     It computes the same as `foo_ops.kernels.linear.product.make_product_kernel`. The weights of a
     gate must be the right matrices.
     """
-    if make_tiles is make_stored_tiles and on_matrix_unit(dtype):
-        return _make_few_rows_on_unit_kernel(dtype, finish)
     compute, tiles = compute_dtype(dtype), make_tiles(dtype)
     LANES, row_size = lanes_of(compute), tiles.row_size
     as_left, copy_row = pointer_to(tiles.left), tiles.copy_row
@@ -304,12 +302,14 @@ def make_few_rows_kernel(
     return make_kernel_with_scratch(compute_block, layout, tiles.arguments)
 
 
-def _make_few_rows_on_unit_kernel(dtype: str, finish: str) -> Kernel:
-    """Make the kernel of a product of few rows for a matrix unit.
+def make_few_rows_on_unit_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel:
+    """Make the kernel of a product of up to 16 rows for a matrix unit, or on vectors without one.
 
     Registers hold columns as they lie in memory, and all steps of 16 rows, which are packed. So a
     register of sums has columns as its rows, and is transposed.
     """
+    if not on_matrix_unit(dtype):
+        return make_few_rows_kernel(dtype, finish=finish)
     compute, DEPTH = compute_dtype(dtype), TILE_MULTIPLE
     LANES, PARTS = lanes_of(compute), parts_of(finish)
     write, as_pairs = make_writer(dtype, finish), pointer_to(PAIRS)

@@ -22,6 +22,9 @@
 #include "launch/jobs.h"
 #include "ops/linear/product.h"
 
+// Of the library that PyTorch is linked with, if it is.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int count);
+
 namespace foo {
 
 namespace {
@@ -393,6 +396,28 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype, double part = 1.
   }
 }
 
+// MKL of a thread computes on that thread alone. On an Intel, MKL that finds itself in a parallel
+// region sums in another order than where a process has one thread, unless it is told so.
+class OneThreadOfMkl {
+ public:
+  OneThreadOfMkl() {
+    // What a thread's first call sets for MKL would undo ours.
+    at::get_num_threads();
+    before_ = set(1);
+  }
+  ~OneThreadOfMkl() { set(before_); }
+  OneThreadOfMkl(const OneThreadOfMkl&) = delete;
+  OneThreadOfMkl& operator=(const OneThreadOfMkl&) = delete;
+
+ private:
+  // Returns the number that was set before.
+  static int set(int count) {
+    return MKL_Set_Num_Threads_Local == nullptr ? 0 : MKL_Set_Num_Threads_Local(count);
+  }
+
+  int before_;
+};
+
 // Calls work(thread, job) for each job, on all threads. There are at least two jobs: a single one
 // does not begin a parallel region, and MKL would take all threads. cost(job) is for plans.
 template <class Work, class Cost>
@@ -400,6 +425,7 @@ void share_parts(int64_t jobs, Work work, Cost cost) {
   share_jobs_among(
       at::get_num_threads(), std::max<int64_t>(jobs, 2),
       [&](int64_t thread, auto next) {
+        const OneThreadOfMkl one;
         for (int64_t job = next(); job >= 0; job = next()) {
           if (job < jobs) work(thread, job);
         }
