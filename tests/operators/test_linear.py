@@ -398,7 +398,7 @@ def check(result, exact):
 
 torch.manual_seed(0)
 for rows, (columns, depth) in itertools.product(
-    (1, 2, 3, 8, 9, 15, 16, 17), ((16, 64), (70, 33), (33, 96), (5, 1), (48, 0), (520, 544))
+    (1, 2, 3, 8, 9, 15, 16, 17), ((16, 64), (70, 33), (33, 96), (5, 1), (48, 0), (520, 544), (5, 0))
 ):
     weight, other = torch.randn(2, columns, depth + depth % 2).bfloat16()[..., :depth]
     bias = torch.randn(columns).bfloat16()
@@ -413,6 +413,12 @@ for rows, (columns, depth) in itertools.product(
         gate = torch.nn.functional.silu(exact) * (input.double() @ other.double().T)
         result = foo_ops.linear_silu_mul(input, weight, other)
         torch.testing.assert_close(result.double(), gate, rtol=2**-6, atol=2**-6 * (depth + 1))
+    offsets = torch.tensor([rows - 1, rows])
+    groups = torch.stack((weight, other))
+    input = torch.randn(rows, depth).bfloat16()
+    parts = zip(input.split([rows - 1, 1]), groups)
+    exact = torch.cat([some.double() @ group.double().T for some, group in parts])
+    check(foo_ops.grouped_linear(input, groups, offsets), exact)
     # Few columns are multiplied as rows are.
     many = torch.randn(300, depth).bfloat16()
     check(foo_ops.linear(many, weight[:rows]), many.double() @ weight[:rows].double().T)

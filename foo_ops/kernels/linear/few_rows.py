@@ -313,7 +313,7 @@ def make_few_rows_on_unit_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel
     compute, DEPTH = compute_dtype(dtype), TILE_MULTIPLE
     LANES, PARTS = lanes_of(compute), parts_of(finish)
     write, as_pairs = make_writer(dtype, finish), pointer_to(PAIRS)
-    pack_rows = make_right_packer(dtype, GROUP)
+    pack_rows, fill = make_right_packer(dtype, GROUP), make_fill(compute)
     pack_columns = make_left_packer(dtype, TILE_MULTIPLE, 0)
     on_tiles, begin_products, end_products = make_amx_products(1)
 
@@ -348,6 +348,9 @@ def make_few_rows_on_unit_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel
     @njit
     def multiply(product, block, memory, right, sums):
         rows, width, steps = sizes_of_block(product, block)
+        if product.depth == 0:
+            fill(sums, rows * width, 0.0)
+            return
         packed = as_pairs(address_of(memory.rows))
         for column in range(block.column_start, block.column_stop, TILE_MULTIPLE):
             count = min(TILE_MULTIPLE, block.column_stop - column)
