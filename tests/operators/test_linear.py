@@ -400,7 +400,10 @@ torch.manual_seed(0)
 for rows, (columns, depth) in itertools.product(
     (1, 2, 3, 8, 9, 15, 16, 17), ((16, 64), (70, 33), (33, 96), (5, 1), (48, 0), (520, 544), (5, 0))
 ):
-    weight, other = torch.randn(2, columns, depth + depth % 2).bfloat16()[..., :depth]
+    # Numbers beyond a column are not read.
+    weights = torch.full((2, columns, depth + depth % 2 + 30), torch.nan, dtype=torch.bfloat16)
+    weights[..., :depth] = torch.randn(2, columns, depth)
+    weight, other = weights[..., :depth]
     bias = torch.randn(columns).bfloat16()
     apart = torch.randn(depth, rows).bfloat16().t()
     for input in (torch.randn(rows, depth + 3).bfloat16()[:, 1 : depth + 1], apart):
