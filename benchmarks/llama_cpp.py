@@ -82,10 +82,9 @@ class LlamaCpp:
 
 
 class Server:
-    """A model in llama.cpp, in a process of its own.
+    """A model in llama.cpp, in a process of its own, which is all that ends if it crashes.
 
-    llama.cpp keeps a thread's configuration of a matrix unit, and crashes once another library has
-    released it: PyTorch's and ours both do, after each product.
+    llama-cpp-python 0.3.36 does with weights of 8 and 4 bits where it multiplies them by AMX.
     """
 
     def prepare(
