@@ -28,6 +28,7 @@ from support.parts import part, part_of
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "tests/operators/test_matrix.py",
+    "tests/operators/flex/test_variants.py",
     "tests/library/test_elementwise.py",
     "tests/library/test_math_functions.py",
     "tests/library/test_division.py",
@@ -40,6 +41,8 @@ PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
 # Products of tiles, in float32, bfloat16 and all integers that are not multiplied one by one.
 TILES = ("test_strides", "test_integers")
+# Scores of columns that only pad a product.
+PADDING = ("poisoned_zeros",)
 # Functions, limbs, and products in limbs, from which kernels are built.
 VOCABULARY = (
     *("test_exp", "test_tanh", "test_log", "test_bounds", "test_fmod", "test_quotients"),
@@ -63,7 +66,7 @@ class Combination:
     def chosen(self) -> str:
         """Return the tests as an expression for pytest's option -k."""
         words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
-        return " or ".join([*words, *TILES, *(VOCABULARY if self.vocabulary else ())])
+        return " or ".join([*words, *TILES, *PADDING, *(VOCABULARY if self.vocabulary else ())])
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def make_backward_kernel(
     slot of them. Which blocks share a slot, and in which order, does not depend on the number of
     threads: for each tile of keys, blocks take turns.
     """
-    compute = compute_dtype(dtype)
+    compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     next_panel, pack_rows, (_, packed_panel) = (
         make_next_panel(dtype), make_row_packer(dtype), make_panel_packer(dtype),
     )  # fmt: skip
@@ -307,6 +307,13 @@ def make_backward_kernel(
         make_tile_operation(compute, operator.mul),
         make_bias_gradient_writer(dtype),
     )
+
+    @njit
+    def clear_columns(panel, first, columns, count):
+        """Columns without a query are factors of zeros, but programs may make them NaN."""
+        for key in range(count):
+            for column in range(first, columns):
+                store(panel, key * TILE_STRIDE + column, scalar(0.0))
 
     @njit
     def seen_rows(piece, start, columns, key_start, count):
@@ -435,6 +442,9 @@ def make_backward_kernel(
                         parameters, piece, shift(slopes, start), panel, first_query, query_count,
                         key_start, some, seen,
                     )  # fmt: skip
+                if has_programs:
+                    clear_columns(shift(weights, start), rows - start, some, seen)
+                    clear_columns(panel, rows - start, some, seen)
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 split(weight_limbs, weights, start, some, seen)
                 split(score_limbs, grad_scores, start, some, seen)
