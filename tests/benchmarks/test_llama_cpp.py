@@ -9,6 +9,7 @@ import foo_ops
 from benchmarks import models
 from benchmarks.llama_cpp import LlamaCpp, named_tensors
 from benchmarks.measure import Limits, difference, measure
+from foo_ops.kernels.compiler.processor import has_matrix_unit
 
 IS_INSTALLED = all(map(importlib.util.find_spec, ("llama_cpp", "gguf")))
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
@@ -29,11 +30,16 @@ def test_logits(decodes):
 
 @pytest.mark.parametrize("phase", ["prefill", "decoding"])
 def test_contenders(phase):
-    """Missing packages are named; a contender with another result would be missing."""
+    """Missing packages are named; a contender with another result would be missing.
+
+    llama.cpp crashes with AMX (`benchmarks.llama_cpp.Server`), and is measured with other weights.
+    """
     case = next(it for it in models.cases(SIZE, 1) if f"{phase}, bfloat16" in it.name)
     (result,) = measure(case, TINY)
     names = {"llama.cpp", *(f"llama.cpp, {bits} bits" for bits in (8, 4) if phase == "decoding")}
-    assert set(result.failures) == (set() if IS_INSTALLED else names)
+    crashed = {it for it, text in result.failures.items() if text.endswith("Server has ended")}
+    assert crashed == set() or has_matrix_unit()
+    assert set(result.failures) == (crashed if IS_INSTALLED else names)
     assert names <= {*result.peers(), *result.failures}
 
 

@@ -49,11 +49,9 @@ assert emit.compile_kernel(peaks.bf16_dot_kernel)
 """
 
 
-def test_kernel_of_bfloat16_compiles_for_a_processor_that_has_it(monkeypatch):
-    monkeypatch.setenv("NUMBA_CPU_NAME", "znver4")
+def test_kernel_of_bfloat16_compiles_for_a_processor_that_has_it():
     features = "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512bf16"
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    process = python(COMPILE_BF16_DOT)
+    process = python(COMPILE_BF16_DOT, NUMBA_CPU_NAME="znver4", NUMBA_CPU_FEATURES=features)
     assert process.returncode == 0, process.stderr
 
 
