@@ -74,7 +74,7 @@ QUOTED = {
         "AMD EPYC (znver4)": {"foo_ops 0.2.0": "foo_ops 0.2.0"},
     },
     "docs/performance_avx2.md": {"AMD EPYC (znver3)": {"foo_ops 0.2.0": "(0.2.0)"}},
-    "docs/performance_amx.md": {"Intel(R) Xeon(R)": {"foo_ops 0.1.0": "(0.1.0)"}},
+    "docs/performance_amx.md": {"Intel(R) Xeon(R)": {"foo_ops 0.2.0": "(0.2.0)"}},
 }
 
 # Runs each block of a page as a separate module, and reports which failed.
