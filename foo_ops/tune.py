@@ -48,7 +48,6 @@ class Products(NamedTuple):
     form: str
     least_rows: int
     most_rows: int
-    most_threads: int
 
 
 # --------------------------------------------------------------------------------------- measuring
@@ -152,20 +151,20 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def table_of(speeds: Speeds) -> list[Products]:
-    """Return the products that PyTorch computes faster, on all numbers of threads or on one."""
+    """Return the products that PyTorch computes faster, on all measured numbers of threads."""
     counts = sorted({threads for *_, threads in speeds})
     table = []
     for dtype in DTYPES:
         for form in FORMS:
-            quicker = {
-                rows: [speeds[dtype, form, rows, it] >= QUICKER for it in counts] for rows in ROWS
-            }
-            for threads, is_quicker in ((ANY, all), (1, lambda them: them[0] and not all(them))):
-                chosen = [rows for rows in ROWS if is_quicker(quicker[rows])]
-                for least, most in stretches(chosen):
-                    table.append(Products(dtype, form, least, most, threads))
-                    if form == "bias" and dtype != torch.bfloat16:
-                        table += [Products(dtype, it, least, most, threads) for it in FINISHED]
+            chosen = [
+                rows
+                for rows in ROWS
+                if all(speeds[dtype, form, rows, it] >= QUICKER for it in counts)
+            ]
+            for least, most in stretches(chosen):
+                table.append(Products(dtype, form, least, most))
+                if form == "bias" and dtype != torch.bfloat16:
+                    table += [Products(dtype, it, least, most) for it in FINISHED]
     return table
 
 
@@ -183,7 +182,7 @@ def stretches(chosen: list[int]) -> list[tuple[int, int]]:
 
 
 def every_product() -> list[Products]:
-    return [Products(dtype, form, 0, ANY, ANY) for dtype in DTYPES for form in FORMS]
+    return [Products(dtype, form, 0, ANY) for dtype in DTYPES for form in FORMS]
 
 
 # ------------------------------------------------------------------------------------------- file
@@ -227,10 +226,8 @@ def load() -> bool:
     return True
 
 
-def products_of_row(
-    dtype: str, form: str, least_rows: int, most_rows: int, most_threads: int
-) -> Products:
-    return Products(getattr(torch, dtype), form, least_rows, most_rows, most_threads)
+def products_of_row(dtype: str, form: str, least_rows: int, most_rows: int) -> Products:
+    return Products(getattr(torch, dtype), form, least_rows, most_rows)
 
 
 def use_kept_table() -> None:

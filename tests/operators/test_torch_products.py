@@ -1,7 +1,5 @@
 """The table of products that PyTorch's kernels compute: its routes, and the values."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,12 +54,12 @@ def test_family_of_a_processor(vendor, features, expected):
     assert _C.product_family(getattr(_C.Vendor, vendor), **has) == expected
 
 
-def forms_of(family, dtype, rows, work=1 << 30, threads=2):
+def forms_of(family, dtype, rows, work=1 << 30):
     """Return the forms that the table assigns to PyTorch's kernels."""
     return {
         form
         for form in _C.PRODUCT_FORMS
-        if _C.is_quicker_by_torch(family, dtype, form, rows=rows, work=work, threads=threads)
+        if _C.is_quicker_by_torch(family, dtype, form, rows=rows, work=work)
     }
 
 
@@ -72,19 +70,18 @@ def test_intel(family, dtype):
     everything, gradients = set(_C.PRODUCT_FORMS), {"grad_input", "grad_weight"}
     least = 256 if dtype == torch.float64 else 9 if family == "intel-avx2" else 64
     for rows in (9, 63, 64, 255, 256, 1 << 20):
-        for threads in (1, 2):
-            forms = everything if rows >= least else gradients
-            assert forms_of(family, dtype, rows, threads=threads) == forms
+        forms = everything if rows >= least else gradients
+        assert forms_of(family, dtype, rows) == forms
     assert forms_of(family, dtype, 8) == forms_of(family, dtype, 64, work=1 << 20) == set()
 
 
 @pytest.mark.parametrize("family", INTEL)
 def test_intel_in_bfloat16(family):
     """oneDNN computes the gradients of weights of few rows on a matrix unit."""
-    for rows, threads in itertools.product((8, 9, 128, 129, 1024), (1, 2)):
+    for rows in (8, 9, 128, 129, 1024):
         is_torchs = family == "intel-amx" and rows in (9, 128)
         forms = {"grad_weight"} if is_torchs else set()
-        assert forms_of(family, torch.bfloat16, rows, threads=threads) == forms
+        assert forms_of(family, torch.bfloat16, rows) == forms
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,7 @@ PRODUCTS = (forward, bias, activation, gate, grad_input, grad_weight)
 def test_route_and_values(family, rows, dtype, device):
     """Each product takes the route that the table gives, and matches float64."""
     given = tuple(tensors(rows, dtype, device))
-    size = {"rows": rows, "work": rows * WIDTH * OUTPUTS, "threads": torch.get_num_threads()}
+    size = {"rows": rows, "work": rows * WIDTH * OUTPUTS}
     for product in PRODUCTS:
         (result, exact), count = by_torch(lambda product=product: product(*given))
         is_torchs = _C.is_quicker_by_torch(family, dtype, product.__name__, **size)

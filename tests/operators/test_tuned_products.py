@@ -10,8 +10,8 @@ from foo_ops import _C, tune
 from foo_ops.tune import ANY, Products
 
 TABLE = [
-    Products(torch.float32, "forward", 16, 63, ANY),
-    Products(torch.bfloat16, "grad_weight", 128, ANY, 1),
+    Products(torch.float32, "forward", 16, 63),
+    Products(torch.bfloat16, "grad_weight", 128, ANY),
 ]
 
 
@@ -25,9 +25,8 @@ def folder(tmp_path, monkeypatch):
     _C.set_torch_products(before)
 
 
-def is_pytorchs(dtype, form, rows, threads=2):
-    work = float(1 << 30)
-    return _C.is_quicker_by_torch("tuned", dtype, form, rows=rows, work=work, threads=threads)
+def is_pytorchs(dtype, form, rows):
+    return _C.is_quicker_by_torch("tuned", dtype, form, rows=rows, work=float(1 << 30))
 
 
 def test_a_kept_table_decides(folder):
@@ -39,8 +38,7 @@ def test_a_kept_table_decides(folder):
     assert of_rows == [False, True, True, False]
     assert not is_pytorchs(torch.float32, "bias", 16)
     assert not is_pytorchs(torch.float64, "forward", 16)
-    of_threads = [is_pytorchs(torch.bfloat16, "grad_weight", 128, count) for count in (1, 2)]
-    assert of_threads == [True, False]
+    assert is_pytorchs(torch.bfloat16, "grad_weight", 128)
 
 
 def test_other_processors_do_not_use_it(folder):
@@ -70,7 +68,7 @@ def test_a_broken_file_is_left_with_a_warning(folder, text):
 
 
 def test_unknown_forms_are_left_with_a_warning(folder):
-    tune.save([Products(torch.float32, "sideways", 16, 63, ANY)])
+    tune.save([Products(torch.float32, "sideways", 16, 63)])
     with pytest.warns(UserWarning, match="is not used: ValueError: must be one of forward, bias"):
         assert not tune.load()
 
@@ -81,7 +79,7 @@ def test_stretches_reach_to_the_next_measured_number():
     assert tune.stretches([]) == []
 
 
-def test_a_product_is_pytorchs_where_it_is_quicker_on_all_counts_or_on_one_thread():
+def test_a_product_is_pytorchs_where_it_is_quicker_on_all_numbers_of_threads():
     speeds = {
         (dtype, form, rows, threads): 1.0
         for dtype in tune.DTYPES
@@ -95,8 +93,7 @@ def test_a_product_is_pytorchs_where_it_is_quicker_on_all_counts_or_on_one_threa
     speeds[torch.bfloat16, "bias", 1024, 1] = 1.1
     speeds[torch.bfloat16, "forward", 9, 4] = 1.1
     assert tune.table_of(speeds) == [
-        *(Products(torch.float32, it, 64, 255, ANY) for it in ("bias", "activation", "gate")),
-        Products(torch.bfloat16, "bias", 1024, ANY, 1),
+        Products(torch.float32, it, 64, 255) for it in ("bias", "activation", "gate")
     ]
 
 
@@ -110,7 +107,7 @@ def test_speeds_are_of_pytorchs_products_and_ours(folder, monkeypatch):
         _C, "set_torch_products", lambda name: families.append(name) or choose(name)
     )
     for form in tune.FORMS:
-        _C.set_tuned_products([Products(torch.float32, form, 0, ANY, ANY)])
+        _C.set_tuned_products([Products(torch.float32, form, 0, ANY)])
         with torch.profiler.profile() as profile:
             tune.relative_speed(torch.float32, form, 64, 256, 512)
         if any(it.name == "foo::linear by aten::mm" for it in profile.events()):

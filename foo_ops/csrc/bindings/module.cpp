@@ -269,23 +269,21 @@ void bind_product_table(py::module_& module) {
   module.def(
       "is_quicker_by_torch",
       [](const std::string& family, at::ScalarType dtype, const std::string& form, int64_t rows,
-         double work, int64_t threads) {
+         double work) {
         return foo::is_quicker_by_torch(foo::Family(index_of(foo::kFamilyNames, family)), dtype,
-                                        foo::Form(index_of(foo::kFormNames, form)),
-                                        {rows, work, threads});
+                                        foo::Form(index_of(foo::kFormNames, form)), {rows, work});
       },
       py::arg("family"), py::arg("dtype"), py::arg("form"), py::kw_only(), py::arg("rows"),
-      py::arg("work"), py::arg("threads") = 1);
+      py::arg("work"));
   module.attr("PRODUCT_FAMILIES") = py::cast(foo::kFamilyNames);
   module.attr("PRODUCT_FORMS") = py::cast(foo::kFormNames);
   module.def(
       "set_tuned_products",
-      [](const std::vector<std::tuple<at::ScalarType, std::string, int64_t, int64_t, int64_t>>&
-             all) {
+      [](const std::vector<std::tuple<at::ScalarType, std::string, int64_t, int64_t>>& all) {
         std::vector<foo::TunedProducts> products;
-        for (const auto& [dtype, form, least_rows, most_rows, most_threads] : all) {
-          products.push_back({dtype, foo::Form(index_of(foo::kFormNames, form)), least_rows,
-                              most_rows, most_threads});
+        for (const auto& [dtype, form, least_rows, most_rows] : all) {
+          products.push_back(
+              {dtype, foo::Form(index_of(foo::kFormNames, form)), least_rows, most_rows});
         }
         foo::set_tuned_products(products);
       },

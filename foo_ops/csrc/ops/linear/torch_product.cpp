@@ -48,7 +48,6 @@ struct Rule {
   int64_t least_rows, most_rows = kAny;
   // With less work, PyTorch's overhead around a product is too large.
   double least_work = 1 << 22;
-  int64_t most_threads = kAny;
 };
 
 constexpr unsigned kAmdAvx2 = set_of({Family::kAmdAvx2});
@@ -171,9 +170,8 @@ constexpr std::array kAmdAvx2Rules = {
 //   grad_weight  1.85   1.49   1.45   1.12   1.15   1.03   1.04   1.02   0.82   0.96
 //
 // On 2 to 16 threads of an Emerald Rapids our kernel has 1.17 to 1.33 of oneDNN's speed for 1024
-// rows. The two sum in different orders from some depth on: a few of 10,000 results differ, which
-// must not depend on the number of threads, so no rule holds for one thread only. Up to 300 rows no
-// number of grad_weight differs. On vectors our kernel is 1.6 to 3.8 times as fast.
+// rows. The two sum in different orders from some depth on: a few of 10,000 results differ. On
+// vectors our kernel is 1.6 to 3.8 times as fast.
 constexpr std::array kIntelRules = {
     Rule{kIntelAvx2, kFloat32, kForwardAndFinished, 9, kAny, 1 << 21},
     Rule{kIntelAvx512, kFloat32, kForwardAndFinished, 64, kAny, 1 << 21},
@@ -190,13 +188,12 @@ std::atomic<const std::vector<Rule>*> tuned_rules = nullptr;
 
 void set_tuned_products(const std::vector<TunedProducts>& products) {
   auto* const rules = new std::vector<Rule>();
-  for (const auto& [dtype, form, least_rows, most_rows, most_threads] : products) {
+  for (const auto& [dtype, form, least_rows, most_rows] : products) {
     rules->push_back({.families = set_of({Family::kTuned}),
                       .dtypes = set_of({dtype}),
                       .forms = set_of({form}),
                       .least_rows = least_rows,
-                      .most_rows = most_rows,
-                      .most_threads = most_threads});
+                      .most_rows = most_rows});
   }
   tuned_rules.store(rules, std::memory_order_release);
 }
@@ -230,7 +227,7 @@ bool is_quicker_by_torch(Family family, at::ScalarType dtype, Form form, const P
     return std::any_of(rules.begin(), rules.end(), [&](const Rule& rule) {
       return is_in(rule.families, family) && is_in(rule.dtypes, dtype) && is_in(rule.forms, form) &&
              rule.least_rows <= size.rows && size.rows <= rule.most_rows &&
-             rule.least_work <= size.work && size.threads <= rule.most_threads;
+             rule.least_work <= size.work;
     });
   };
   if (family == Family::kTuned) {
@@ -336,8 +333,7 @@ std::string set_products_family(const std::string& name) {
 bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish finish) {
   const Form form = form_of(product, finish);
   const int64_t rows = form == Form::kGradWeight ? product.depth : product.rows;
-  return is_quicker_by_torch(products_family(), dtype, form,
-                             {rows, work_of(product), at::get_num_threads()}) &&
+  return is_quicker_by_torch(products_family(), dtype, form, {rows, work_of(product)}) &&
          has_library(dtype);
 }
 

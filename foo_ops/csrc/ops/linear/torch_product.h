@@ -56,18 +56,17 @@ struct ProductSize {
   int64_t rows;
   // Multiplications of one product.
   double work;
-  int64_t threads;
 };
 
-// Whether PyTorch's kernel is faster.
+// Whether PyTorch's kernel is faster. This does not depend on the number of threads, since the two
+// kernels sum in different orders.
 bool is_quicker_by_torch(Family family, at::ScalarType dtype, Form form, const ProductSize& size);
 
-// A row of the table for the family "tuned", which foo_ops.tune measures: products of these rows,
-// on that many threads at most.
+// A row of the table for the family "tuned", which foo_ops.tune measures: products of these rows.
 struct TunedProducts {
   at::ScalarType dtype;
   Form form;
-  int64_t least_rows, most_rows, most_threads;
+  int64_t least_rows, most_rows;
 };
 void set_tuned_products(const std::vector<TunedProducts>& products);
 
