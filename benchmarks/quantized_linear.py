@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import foo_ops
 from benchmarks import peaks
 from benchmarks.measure import OURS, Case, Contenders, Local
+from foo_ops.ops.dequantize import numbers_of_table4
 
 SECTION, FEW_ROWS = "quantized linear", "quantized linear of one row"
 SECTIONS = (SECTION, FEW_ROWS)
@@ -119,7 +120,8 @@ def contenders(layer: Layer) -> Contenders:
     if layer.has_table:
         codes, scale, _ = quantized
         of_table = codes, scale.float(), torch.linspace(-1, 1, 16)
-        ways, dense = {OURS: (foo_ops.linear_table4, of_table)}, weight_of_table(*of_table, weight)
+        ways = {OURS: (foo_ops.linear_table4, of_table)}
+        dense = numbers_of_table4(*of_table, weight.dtype)
     elif layer.bits == 4:
         ours = partial(
             foo_ops.linear_int4,
@@ -140,13 +142,6 @@ def contenders(layer: Layer) -> Contenders:
         # With 4 bits torchao calls torch's own kernel, which is already a peer.
         makers[TORCHAO] = lambda: forward(F.linear, (int8_by_torchao(dense),), input, least)
     return makers
-
-
-def weight_of_table(codes: Tensor, scale: Tensor, table: Tensor, like: Tensor) -> Tensor:
-    """Return the weight that `foo_ops.linear_table4` multiplies by, of the dtype of ``like``."""
-    numbers = table[torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()]
-    groups = numbers.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
-    return groups.flatten(1).to(like.dtype)
 
 
 def forward(function: Callable[..., Tensor], weights: Weights, input: Tensor, least: int) -> Local:

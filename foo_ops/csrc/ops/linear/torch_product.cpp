@@ -22,7 +22,7 @@
 #include "launch/jobs.h"
 #include "ops/linear/product.h"
 
-// Of the library that PyTorch is linked with, if it is.
+// MKL has this function, if PyTorch is linked with it.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int count);
 
 namespace foo {
@@ -397,7 +397,7 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype, double part = 1.
 class OneThreadOfMkl {
  public:
   OneThreadOfMkl() {
-    // What a thread's first call sets for MKL would undo ours.
+    // PyTorch sets MKL's threads in a thread's first call, which would undo ours.
     at::get_num_threads();
     before_ = set(1);
   }
