@@ -94,7 +94,7 @@ def activation_of(
     """Activate gates, which are at most ``limit``."""
     x = gate if limit is None else torch.where(gate > limit, limit, gate)
     if activation == "silu":
-        return x / (1 + torch.exp(-alpha * x))
+        return x * torch.sigmoid(alpha * x)
     if activation in ("relu", "relu2"):
         return torch.where(x < 0, 0, x) ** (2 if activation == "relu2" else 1)
     if activation == "gelu":
@@ -278,14 +278,7 @@ def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str
 ) -> Tensor:
     """Apply an activation to the result of `linear`."""
-    x = linear(input, weight, bias)
-    if activation == "relu":
-        return torch.where(x < 0, 0, x)
-    if activation == "silu":
-        return x * torch.sigmoid(x)
-    if activation == "gelu":
-        return x * torch.special.ndtr(x)
-    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return activation_of(linear(input, weight, bias), activation=activation)
 
 
 def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
@@ -295,7 +288,7 @@ def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Te
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of a SwiGLU."""
-    return gate * torch.sigmoid(gate) * up
+    return activation_of(gate) * up
 
 
 def cache_append(

@@ -1,10 +1,12 @@
-"""Bounds of errors: of roundings, of results without an error budget, and of means."""
+"""Bounds of errors: of roundings, carried from step to step, without a budget, and of means."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,84 @@ def roundings(count: int) -> float:
     rounding error analysis, theorem 2.4 with lambda = 8).
     """
     return min(count, 8 * math.sqrt(count))
+
+
+def bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """Bound the error of a sum of ``terms`` products whose magnitudes add up to ``magnitude``."""
+    compute = compute_type(dtype)
+    error = roundings(terms + 1) * roundoff(compute) * magnitude
+    lost = 2 * terms * torch.finfo(compute).smallest_normal
+    return error + lost + roundoff(dtype) * value.abs() + smallest(dtype)
+
+
+# ------------------------------------------------------------------------------ numbers with errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Approximate:
+    """Numbers in float64, and bounds of how far the operator's are off."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Approximate:
+        return cls(value, torch.zeros_like(value))
+
+    def map(self, function: Any) -> Approximate:
+        """Apply a function that only moves elements."""
+        return Approximate(function(self.value), function(self.error))
+
+    def __add__(self, other: Approximate) -> Approximate:
+        return Approximate(self.value + other.value, self.error + other.error)
+
+    def __mul__(self, other: Approximate) -> Approximate:
+        return einsum("...,...->...", self, other)
+
+    def rounded(self, dtype: torch.dtype) -> Approximate:
+        """Return the numbers after a step in the compute type that ends with a rounding."""
+        compute = roundings(64) * roundoff(compute_type(dtype))
+        magnitude = self.value.abs() + self.error
+        error = self.error + (compute + roundoff(dtype)) * magnitude + smallest(dtype)
+        return Approximate(self.value, error)
+
+
+def einsum(equation: str, a: Approximate, b: Approximate) -> Approximate:
+    first, second = a.value.abs(), b.value.abs()
+    error = torch.einsum(equation, a.error, second + b.error)
+    error = error + torch.einsum(equation, first, b.error)
+    return Approximate(torch.einsum(equation, a.value, b.value), error)
+
+
+def product(
+    equation: str, a: Approximate, b: Approximate, terms: int, dtype: torch.dtype
+) -> Approximate:
+    """Return sums of ``terms`` products, rounded once."""
+    result = einsum(equation, a, b)
+    magnitude = torch.einsum(equation, a.value.abs() + a.error, b.value.abs() + b.error)
+    return Approximate(
+        result.value,
+        result.error + bound(result.value.abs() + result.error, magnitude, terms, dtype),
+    )
+
+
+def smooth(function: Any, x: Approximate) -> Approximate:
+    """Apply a smooth function to single numbers; its slope counts at both ends of the error too."""
+    steepness = []
+    for place in (x.value, x.value - x.error, x.value + x.error):
+        steepness.append(slopes(function, place.detach()).detach().abs())
+    slope = torch.stack(steepness).amax(0)
+    return Approximate(function(x.value).detach(), 2 * slope * x.error)
+
+
+def slopes(function: Any, x: Tensor) -> Tensor:
+    """Return the derivatives of a function of single numbers, which can be differentiated."""
+    with torch.enable_grad():
+        leaf = x if x.requires_grad else x.detach().requires_grad_()
+        # A function that is constant, as slopes of straight lines are, has no graph.
+        total = (function(leaf) + 0.0 * leaf).sum()
+        result: Tensor = torch.autograd.grad(total, leaf, create_graph=True)[0]
+    return result
 
 
 # --------------------------------------------------------------------------------------- tolerances

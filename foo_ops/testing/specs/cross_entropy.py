@@ -9,8 +9,7 @@ from torch import Tensor
 
 from foo_ops.testing import reference
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
-from foo_ops.testing.specs.linear import bound
-from foo_ops.testing.tolerance import compute_type, roundings, roundoff
+from foo_ops.testing.tolerance import bound, compute_type, roundings, roundoff
 
 # ----------------------------------------------------------------------- foo::softmax_cross_entropy
 

@@ -14,68 +14,7 @@ from torch import Tensor
 
 from foo_ops.testing import reference
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
-from foo_ops.testing.specs.linear import bound
-from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
-
-# ------------------------------------------------------------------------------ numbers with errors
-
-
-@dataclasses.dataclass(frozen=True)
-class Approximate:
-    """Numbers in float64, and bounds of how far the operator's are off."""
-
-    value: Tensor
-    error: Tensor
-
-    @classmethod
-    def exact(cls, value: Tensor) -> Approximate:
-        return cls(value, torch.zeros_like(value))
-
-    def map(self, function: Any) -> Approximate:
-        """Apply a function that only moves elements."""
-        return Approximate(function(self.value), function(self.error))
-
-    def __add__(self, other: Approximate) -> Approximate:
-        return Approximate(self.value + other.value, self.error + other.error)
-
-    def __mul__(self, other: Approximate) -> Approximate:
-        return einsum("...,...->...", self, other)
-
-    def rounded(self, dtype: torch.dtype) -> Approximate:
-        """Return the numbers after a step in the compute type that ends with a rounding."""
-        compute = roundings(64) * roundoff(compute_type(dtype))
-        magnitude = self.value.abs() + self.error
-        error = self.error + (compute + roundoff(dtype)) * magnitude + smallest(dtype)
-        return Approximate(self.value, error)
-
-
-def einsum(equation: str, a: Approximate, b: Approximate) -> Approximate:
-    first, second = a.value.abs(), b.value.abs()
-    error = torch.einsum(equation, first + a.error, second + b.error)
-    error = error - torch.einsum(equation, first, second)
-    return Approximate(torch.einsum(equation, a.value, b.value), error)
-
-
-def product(
-    equation: str, a: Approximate, b: Approximate, terms: int, dtype: torch.dtype
-) -> Approximate:
-    """Return sums of ``terms`` products, rounded once."""
-    result = einsum(equation, a, b)
-    magnitude = torch.einsum(equation, a.value.abs() + a.error, b.value.abs() + b.error)
-    return Approximate(
-        result.value,
-        result.error + bound(result.value.abs() + result.error, magnitude, terms, dtype),
-    )
-
-
-def smooth(function: Any, x: Approximate) -> Approximate:
-    """Apply a smooth function to single numbers; its slope counts at both ends of the error too."""
-    steepness = []
-    for place in (x.value, x.value - x.error, x.value + x.error):
-        steepness.append(slopes(function, place.detach()).detach().abs())
-    slope = torch.stack(steepness).amax(0)
-    return Approximate(function(x.value).detach(), 2 * slope * x.error)
-
+from foo_ops.testing.tolerance import Approximate, bound, product, slopes, smooth
 
 # ------------------------------------------------------------------------------------------- groups
 
@@ -299,16 +238,6 @@ class Passes:
                 torch.cat([getattr(it, name) for it in parts], -1) for name in ("value", "error")
             )
         return Approximate(*both)
-
-
-def slopes(function: Any, x: Tensor) -> Tensor:
-    """Return the derivatives of a function of single numbers, which can be differentiated."""
-    with torch.enable_grad():
-        leaf = x if x.requires_grad else x.detach().requires_grad_()
-        # A function that is constant, as slopes of straight lines are, has no graph.
-        total = (function(leaf) + 0.0 * leaf).sum()
-        result: Tensor = torch.autograd.grad(total, leaf, create_graph=True)[0]
-    return result
 
 
 def experts_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from foo_ops.testing import reference
 from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
-from foo_ops.testing.tolerance import compute_type, roundings, roundoff, smallest
+from foo_ops.testing.tolerance import (
+    Approximate,
+    bound,
+    compute_type,
+    product,
+    roundoff,
+    slopes,
+    smooth,
+)
 
 # -------------------------------------------------------------------------------------- foo::linear
 
@@ -38,14 +46,6 @@ def special_linear(dtype: torch.dtype) -> Sample:
     input[8] = 0
     weight[2] = 0
     return Sample((input, weight, bias))
-
-
-def bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
-    """Bound the error of a sum of ``terms`` products whose magnitudes add up to ``magnitude``."""
-    compute = compute_type(dtype)
-    error = roundings(terms + 1) * roundoff(compute) * magnitude
-    lost = 2 * terms * torch.finfo(compute).smallest_normal
-    return error + lost + roundoff(dtype) * value.abs() + smallest(dtype)
 
 
 def linear_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
@@ -97,47 +97,42 @@ LINEAR = OpSpec(
 
 # ----------------------------------------------------- foo::linear_activation, foo::linear_silu_mul
 
-# The slope of an activation is at most 1.13, which bounds how an error of the sum carries over. In
-# forward passes that record gradients, results are rounded once more, between the steps.
+# In forward passes that record gradients, results are rounded once more, between the steps.
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SLOPE = 1.13
-# Error of a function, in roundings of the compute type.
-FUNCTION_ROUNDINGS = 16
-# Roundings in gradients: of the sums, of a function and its slope, of the factors.
-GRADIENT_ROUNDINGS = 8
 
 
-def sum_error(
-    input: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return a sum of products, and the error that it has in the compute type."""
-    value = reference.linear(input, weight, bias)
-    magnitude = reference.linear(input.abs(), weight.abs(), None if bias is None else bias.abs())
-    return value, bound(value, magnitude, input.shape[-1], compute_type(dtype))
+def multiplied(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Approximate:
+    rows, matrix = Approximate.exact(input), Approximate.exact(weight)
+    sums = product("...k,nk->...n", rows, matrix, input.shape[-1] + 1, dtype)
+    return sums if bias is None else (sums + Approximate.exact(bias)).rounded(dtype)
 
 
-def gradient_errors(
-    input: Tensor, weight: Tensor, gradient: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Bound the errors of the gradients of a product's factors.
-
-    Args:
-        gradient: bounds the magnitude of the product's own gradient, and of the terms of its
-            slopes.
-    """
-    terms = max(weight.shape[0], gradient.shape[:-1].numel()) + input.shape[-1]
-    compute = compute_type(dtype)
-    relative = GRADIENT_ROUNDINGS * roundoff(dtype) + roundings(terms) * roundoff(compute)
-    of_input = torch.einsum("...n,nk->...k", gradient, weight.abs())
-    of_weight = torch.einsum("...n,...k->nk", gradient, input.abs())
-    return relative * of_input + smallest(dtype), relative * of_weight + smallest(dtype)
+def gradients_of_product(
+    grad: Approximate, input: Tensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Approximate, Approximate]:
+    """Return the gradients of a product's rows and of its matrix, given that of its sums."""
+    rows = input.shape[:-1].numel()
+    of_input = product("...n,nk->...k", grad, Approximate.exact(weight), weight.shape[0], dtype)
+    return of_input, product("...n,...k->nk", grad, Approximate.exact(input), rows, dtype)
 
 
-def finished(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    of_functions = roundings(FUNCTION_ROUNDINGS) * roundoff(compute_type(dtype))
-    return error + (of_functions + roundoff(dtype)) * value.abs() + smallest(dtype)
+def activated(activation: str, sums: Approximate, dtype: torch.dtype) -> Approximate:
+    """Activate sums; gelu's sum of 1 and a negative number has the absolute error of 1."""
+    result = smooth(partial(reference.activation_of, activation=activation), sums)
+    of_function = Approximate.exact(sums.value).rounded(compute_type(dtype)).error
+    return Approximate(result.value, result.error + of_function)
+
+
+def slope_of(activation: str, sums: Approximate, dtype: torch.dtype) -> Approximate:
+    """Return an activation's slope, which sums numbers of at most about 1."""
+    function = partial(reference.activation_of, activation=activation)
+    result = smooth(partial(slopes, function), sums)
+    one = Approximate.exact(torch.ones_like(sums.value))
+    return Approximate(result.value, result.error + one.rounded(compute_type(dtype)).error)
 
 
 # --------------------------------------------------------------------------- foo::linear_activation
@@ -149,22 +144,21 @@ def activation_sample(name: str, activation: str, rows: int, depth: int, columns
 
 
 def activation_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    """Bound the error; gelu's sum of 1 and a negative number has the absolute error of 1."""
     input, weight, bias = sample.inputs
-    value, error = sum_error(input, weight, dtype, bias)
-    of_function = roundings(FUNCTION_ROUNDINGS) * roundoff(compute_type(dtype)) * value.abs()
-    result = reference.linear_activation(*sample.inputs, **sample.keywords)
-    return (finished(result, SLOPE * error + of_function, dtype),)
+    sums = multiplied(input, weight, bias, compute_type(dtype))
+    return (activated(sample.keywords["activation"], sums, dtype).rounded(dtype).error,)
 
 
 def activation_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    input, weight, bias = sample.inputs
+    input, weight, bias = (it.detach() for it in sample.inputs)
     (dtype, *_), (grad,) = dtypes, cotangents
     assert dtype is not None
-    gradient = grad.abs() * (1 + reference.linear(input, weight, bias).abs())
-    of_input, of_weight = gradient_errors(input, weight, gradient, dtype)
-    _, of_bias = gradient_errors(input.new_ones(*input.shape[:-1], 1), weight, gradient, dtype)
-    return of_input, of_weight, of_bias[:, 0]
+    slope = slope_of(sample.keywords["activation"], multiplied(input, weight, bias, dtype), dtype)
+    of_sums = (Approximate.exact(grad) * slope).rounded(dtype)
+    one = torch.ones(*input.shape[:-1], 1, dtype=input.dtype)
+    _, of_bias = gradients_of_product(of_sums, one, weight, dtype)
+    gradients = gradients_of_product(of_sums, input, weight, dtype)
+    return *(it.error for it in gradients), of_bias.error[:, 0]
 
 
 LINEAR_ACTIVATION = OpSpec(
@@ -195,24 +189,22 @@ def gate_sample(name: str, rows: tuple[int, ...], depth: int, columns: int) -> M
 
 
 def gate_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    input, gate_weight, up_weight = sample.inputs
-    (gate, gate_error), (up, up_error) = (
-        sum_error(input, weight, dtype) for weight in (gate_weight, up_weight)
-    )
-    silu = gate * torch.sigmoid(gate)
-    error = SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
-    return (finished(silu * up, error, dtype),)
+    input, *weights = sample.inputs
+    gate, up = (multiplied(input, it, None, compute_type(dtype)) for it in weights)
+    return ((activated("silu", gate, dtype) * up).rounded(dtype).error,)
 
 
 def gate_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    input, gate_weight, up_weight = sample.inputs
-    (dtype, *_), (grad,) = dtypes, cotangents
+    input, gate_weight, up_weight = (it.detach() for it in sample.inputs)
+    dtype, grad = dtypes[0], Approximate.exact(cotangents[0])
     assert dtype is not None
-    gate, up = reference.linear(input, gate_weight), reference.linear(input, up_weight)
-    of_gate, of_up = grad.abs() * (1 + gate.abs()) * up.abs(), grad.abs() * (1 + gate.abs())
-    input_by_gate, gate_error = gradient_errors(input, gate_weight, of_gate, dtype)
-    input_by_up, up_error = gradient_errors(input, up_weight, of_up, dtype)
-    return input_by_gate + input_by_up, gate_error, up_error
+    gate, up = (multiplied(input, it, None, dtype) for it in (gate_weight, up_weight))
+    of_gate = (grad * up * slope_of("silu", gate, dtype)).rounded(dtype)
+    of_up = (grad * activated("silu", gate, dtype)).rounded(dtype)
+    input_by_gate, of_gate_weight = gradients_of_product(of_gate, input, gate_weight, dtype)
+    input_by_up, of_up_weight = gradients_of_product(of_up, input, up_weight, dtype)
+    of_input = (input_by_gate + input_by_up).rounded(dtype)
+    return of_input.error, of_gate_weight.error, of_up_weight.error
 
 
 LINEAR_SILU_MUL = OpSpec(
