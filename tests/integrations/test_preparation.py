@@ -381,3 +381,256 @@ def test_memory_that_stays_is_limited():
             norm = torch.ops.foo.rms_norm(input + 1, gain, eps=eps)
             assert torch.equal(ours, torch.ops.foo.rms_norm(norm))
     assert program.lasting_calls == 3
+
+
+# ------------------------------------------------------------------------ calls on other tensors
+
+
+HEADS, ROOM, WIDTH = 2, 20, 16
+
+
+def with_cache(**keywords):
+    """Return a program that appends keys and values to a cache, and attends to all of them."""
+    rows = [2, Number(0, 0), Number(1, 1)]
+    attention = [register(0), register(5), register(6)]
+    return Program(
+        9,
+        [0, 1, 2, 3],
+        [8],
+        [],
+        [
+            call("aten::mul", [register(0), 2.0], [register(4)], [], "Scalar"),
+            call("foo::cache_append", [register(it) for it in (1, 2, 4, 0, 3)], [], [4]),
+            call("aten::slice", [register(1), *rows], [register(5)], [], "Tensor"),
+            call("aten::slice", [register(2), *rows], [register(6)], [], "Tensor"),
+            call("foo::attention", attention, [register(7), None], [5, 6], **keywords),
+            call("foo::rms_norm", [register(7)], [register(8)], [7]),
+        ],
+    )
+
+
+def caches_of(make, batch=2):
+    return [make(batch, HEADS, ROOM, WIDTH) for _ in range(2)]
+
+
+def by_rows(*shape):
+    """Make a cache whose heads are adjacent, as some models have it."""
+    batch, heads, room, width = shape
+    return torch.zeros(batch, room, heads, width).transpose(1, 2)
+
+
+def attended(caches, query, position, **keywords):
+    """Do what the program of `with_cache` does."""
+    first = torch.full((len(query),), position)
+    torch.ops.foo.cache_append(*caches, 2 * query, query.clone(), first)
+    keys, values = (it[:, :, : position + 1] for it in caches)
+    output = torch.ops.foo.attention(query, keys, values, **keywords)[0]
+    return torch.ops.foo.rms_norm(output)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("keywords", [{}, {"scale": 0.3}, {"softcap": 2.0}, {"window_left": 3}])
+def test_calls_on_caches_stay(keywords, count):
+    program = with_cache(**keywords)
+    ours, theirs = caches_of(torch.zeros), caches_of(torch.zeros)
+    with threads(count):
+        for position in range(ROOM):
+            query = numbers(2, HEADS, 1, WIDTH, seed=position)
+            first = torch.full((2,), position)
+            result = program.run(position, [query, *ours, first])[0]
+            assert torch.equal(result, attended(theirs, query, position, **keywords))
+            assert all(map(torch.equal, ours, theirs))
+    assert program.lasting_calls == 2
+
+
+def test_caches_may_be_others():
+    program = with_cache()
+    made = [
+        *(caches_of(torch.zeros), caches_of(by_rows), caches_of(torch.zeros)),
+        *(caches_of(torch.zeros, 1), caches_of(by_rows, 3)),
+    ]
+    # Also taking turns, and from another position on.
+    for turn in range(3 * len(made)):
+        number = turn % len(made)
+        caches, position = made[number], turn // len(made) * 2
+        copies = [it.clone() for it in caches]
+        query = numbers(len(caches[0]), HEADS, 1, WIDTH, seed=turn)
+        first = torch.full((len(query),), position)
+        result = program.run(position, [query, *caches, first])[0]
+        assert torch.equal(result, attended(copies, query, position))
+        assert all(map(torch.equal, caches, copies))
+
+
+def test_caches_are_let_go():
+    program = with_cache()
+    for position in range(3):
+        caches = caches_of(torch.zeros)
+        query = numbers(2, HEADS, 1, WIDTH)
+        program.run(position, [query, *caches, torch.full((2,), position)])
+        storages = [it.untyped_storage() for it in (query, *caches)]
+        assert [torch._C._storage_Use_Count(it._cdata) for it in storages] == [2, 2, 2]
+
+
+def test_caches_that_share_memory():
+    program = with_cache()
+    apart = caches_of(torch.zeros)
+    query = numbers(2, HEADS, 1, WIDTH)
+    for position in range(2):
+        program.run(position, [query, *apart, torch.full((2,), position)])
+    one = torch.zeros(2, HEADS, ROOM, WIDTH)
+    with pytest.raises(RuntimeError, match="value_cache must not share memory with key_cache"):
+        program.run(2, [query, one, one, torch.full((2,), 2)])
+    # A value that lies in a cache is read before anything is written.
+    inside = apart[0][:, :, 2:3]
+    inside.copy_(query)
+    copies = [it.clone() for it in apart]
+    torch.ops.foo.cache_append(*copies, 2 * query, query, torch.full((2,), 2))
+    program.run(2, [inside, *apart, torch.full((2,), 2)])
+    assert all(map(torch.equal, apart, copies))
+
+
+def test_positions_outside_of_a_cache():
+    program = with_cache()
+    caches, query = caches_of(torch.zeros), numbers(2, HEADS, 1, WIDTH)
+    for _ in range(2):
+        program.run(0, [query, *caches, torch.zeros(2, dtype=torch.long)])
+    before = [it.clone() for it in caches]
+    with pytest.raises(ValueError, match=r"cache_append: positions must be in \[0, 19\].* got 20"):
+        program.run(0, [query, *caches, torch.tensor([3, ROOM])])
+    assert all(map(torch.equal, caches, before))
+    first = torch.tensor([1, 4])
+    program.run(0, [query, *caches, first])
+    assert torch.equal(caches[1][[0, 1], :, first], query[:, :, 0])
+
+
+def test_a_cache_that_copies_on_write():
+    program = with_cache()
+    caches, query = caches_of(torch.zeros), numbers(2, HEADS, 1, WIDTH)
+    for position in range(2):
+        program.run(position, [query, *caches, torch.full((2,), position)])
+    lazy = torch._lazy_clone(caches[0])
+    before = lazy.clone()
+    for position in range(2, 4):
+        program.run(position, [query, *caches, torch.full((2,), position)])
+    assert torch.equal(lazy, before)
+    assert torch.equal(caches[0][:, :, 3], 2 * query[:, :, 0])
+
+
+# ----------------------------------------------------------- results that depend on the position
+
+
+def with_tables(*changes, outputs=(6,)):
+    """Return a program of ``rms_norm(rms_norm(cos((1 + 3 * position) * angles), input + 1))``."""
+    return Program(
+        8,
+        [0],
+        list(outputs),
+        [(2, ANGLES)],
+        [
+            call("aten::mul", [register(2), Number(1, 3)], [register(3)], [], "Scalar"),
+            call("aten::cos", [register(3)], [register(4)], [3]),
+            *changes,
+            add(0, 1),
+            call("foo::rms_norm", [register(4), register(1)], [register(5)]),
+            call("foo::rms_norm", [register(5)], [register(6)], [5]),
+        ],
+    )
+
+
+ANGLES = torch.linspace(0, 2, 64)
+
+
+def tables(position, factor=1.0):
+    return torch.cos(factor * ANGLES * (1 + 3 * position))
+
+
+def run_and_count(program, position, input):
+    with torch.profiler.profile() as profile:
+        outputs = program.run(position, [input])
+    return outputs, sum(it.count for it in profile.key_averages() if it.key == "aten::cos")
+
+
+def test_results_of_a_position_are_kept():
+    program = with_tables()
+    counts = []
+    for turn, position in enumerate([0, 1, 2, 1, 1, 2, 5, 5]):
+        input = numbers(64, seed=turn)
+        (ours,), count = run_and_count(program, position, input)
+        result = torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(tables(position), input + 1))
+        assert torch.equal(ours, result)
+        counts.append(count)
+    # The first run finds out where the results stay.
+    assert counts == [1, 1, 1, 0, 0, 0, 1, 0]
+
+
+def test_constants_of_results_that_are_kept():
+    input = numbers(64)
+    angles = ANGLES.clone()
+    try:
+        program = with_tables()
+        for factor, expected in ((1.0, [1, 1, 0, 0]), (2.0, [1, 0, 0]), (-3.0, [1, 0])):
+            # The version of a tensor says nothing about this.
+            ANGLES.data.copy_(angles * factor)
+            counts = []
+            for _ in expected:
+                (ours,), count = run_and_count(program, 4, input)
+                counts.append(count)
+                table = torch.cos(angles * factor * 13)
+                result = torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(table, input + 1))
+                assert torch.equal(ours, result)
+            assert counts == expected
+    finally:
+        ANGLES.copy_(angles)
+
+
+CHANGES = {
+    "written": [call("aten::mul_", [register(4), 0.5], [None], [], "Scalar")],
+    "a view is written": [
+        call("aten::view", [register(4), [8, 8]], [register(7)]),
+        call("aten::mul_", [register(7), 0.5], [None], [7], "Scalar"),
+    ],
+    "random": [call("aten::dropout", [register(4), 0.0, True], [register(4)])],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_results_that_are_not_kept(name):
+    program = with_tables(*CHANGES[name])
+    input = numbers(64)
+    factor = 1.0 if name == "random" else 0.5
+    for _ in range(4):
+        (ours,), _ = run_and_count(program, 3, input)
+        table = torch.ops.foo.rms_norm(factor * tables(3), input + 1)
+        assert torch.equal(ours, torch.ops.foo.rms_norm(table))
+
+
+def test_outputs_of_a_position_are_new():
+    program = with_tables(outputs=(6, 4))
+    input = numbers(64)
+    for _ in range(4):
+        outputs, count = run_and_count(program, 3, input)
+        assert torch.equal(outputs[1], tables(3))
+        assert count == 1
+        outputs[1].zero_()
+
+
+def test_starting_over_without_results_of_the_position():
+    """Later instructions read what was left out."""
+    program = Program(
+        9,
+        [0],
+        [8],
+        [(2, ANGLES)],
+        [
+            call("aten::mul", [register(2), Number(1, 3)], [register(3)], [], "Scalar"),
+            call("aten::clone", [register(0)], [register(1)]),
+            call("foo::rms_norm", [register(1)], [register(4)], [1]),
+            call("aten::cos", [register(3)], [register(5)], [3]),
+            call("foo::rms_norm", [register(5)], [register(6)], [5]),
+            call("aten::add", [register(4), register(6)], [register(8)], [4, 6], "Tensor"),
+        ],
+    )
+    for rows in (1, 1, 1, 2, 2, 2, 3, 1, 1):
+        input = numbers(rows, 64, seed=rows)
+        result = torch.ops.foo.rms_norm(input) + torch.ops.foo.rms_norm(tables(3))
+        assert torch.equal(program.run(3, [input])[0], result)

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "launch/batch.h"
+#include "launch/lasting.h"
 
 namespace foo::graphs {
 namespace {
@@ -219,11 +220,6 @@ c10::IValue Argument::at(int64_t position, const Registers& registers) const {
                     value);
 }
 
-bool is_dense_on_cpu(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && tensor.is_cpu() &&
-         !tensor.key_set().has(c10::DispatchKey::Python);
-}
-
 bool is_loop(const OperatorCall& call) {
   static const std::set<std::string> names = {
       "foo::linear",          "foo::linear_activation", "foo::linear_silu_mul",
@@ -232,6 +228,25 @@ bool is_loop(const OperatorCall& call) {
       "foo::add_rms_norm",    "foo::layer_norm",        "foo::add_layer_norm",
       "foo::rotary_embedding"};
   return names.count(call.op.operator_name().name) > 0 && !call.op.schema().is_mutable();
+}
+
+std::vector<bool> sharing_memory(const std::vector<Instruction>& instructions,
+                                 const std::vector<int64_t>& these, size_t count) {
+  std::vector<bool> share(count);
+  for (const int64_t index : these) share[index] = true;
+  for (auto each = instructions.rbegin(); each != instructions.rend(); ++each) {
+    if (const auto* view = std::get_if<View>(&each->action)) {
+      if (share[view->result.index]) share[view->base.index] = true;
+      continue;
+    }
+    const auto& call = std::get<OperatorCall>(each->action);
+    bool has_one = false;
+    each_written(call, [&](int64_t index) { has_one = has_one || share[index]; });
+    // Other operators than loops may return a tensor that shares memory with an argument.
+    if (!has_one || is_loop(call)) continue;
+    each_read(call.arguments, [&](int64_t index) { share[index] = true; });
+  }
+  return share;
 }
 
 void complete(std::vector<Instruction>& instructions) {

@@ -108,10 +108,12 @@ void each_written(const OperatorCall& call, const Function& function) {
   }
 }
 
+// Returns for each of so many registers whether it may share memory with one of `these`.
+std::vector<bool> sharing_memory(const std::vector<Instruction>& instructions,
+                                 const std::vector<int64_t>& these, size_t count);
+
 // Whether all that a call does on the CPU is a parallel loop, which may wait in a batch.
 bool is_loop(const OperatorCall& call);
-
-bool is_dense_on_cpu(const at::Tensor& tensor);
 
 // Runs instructions from `begin` to `end`; if there are several, they are products that do not read
 // each other's results. Returns false if a guard has found another value, or a tensor has other

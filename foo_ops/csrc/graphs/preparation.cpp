@@ -39,6 +39,12 @@ bool is_fixed(const OperatorCall& call) {
   });
 }
 
+bool has_results(const Instruction& instruction) {
+  bool has = false;
+  each_written(std::get<OperatorCall>(instruction.action), [&](int64_t) { has = true; });
+  return has;
+}
+
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
                                                   : nullptr;
@@ -61,25 +67,18 @@ Preparation::Preparation(const std::vector<Instruction>& instructions,
       threads_(at::get_num_threads()),
       registers_(std::move(registers)),
       is_read_(registers_.size()),
-      escapes_(registers_.size()) {
+      escapes_(sharing_memory(instructions, outputs, registers_.size())),
+      positions_(instructions, registers_, outputs) {
   for (const at::Tensor& each : registers_) is_constant_.push_back(each.defined());
   stays_ = is_constant_;
-  for (const int64_t index : outputs) escapes_[index] = true;
   for (auto each = instructions.rbegin(); each != instructions.rend(); ++each) {
     if (const auto* view = std::get_if<View>(&each->action)) {
-      if (escapes_[view->result.index]) escapes_[view->base.index] = true;
       if (is_read_[view->result.index] && is_fixed(*view)) is_read_[view->base.index] = true;
       continue;
     }
     const auto& call = std::get<OperatorCall>(each->action);
-    bool escapes = false;
-    each_written(call, [&](int64_t index) { escapes = escapes || escapes_[index]; });
-    const bool is_lasting = is_loop(call) && is_fixed(call);
-    each_read(call.arguments, [&](int64_t index) {
-      // Other operators may return a tensor that shares memory with an argument.
-      if (escapes && !is_loop(call)) escapes_[index] = true;
-      if (is_lasting) is_read_[index] = true;
-    });
+    if (!is_loop(call) || !is_fixed(call)) continue;
+    each_read(call.arguments, [&](int64_t index) { is_read_[index] = true; });
   }
 }
 
@@ -94,7 +93,7 @@ bool Preparation::run(int64_t position) {
 size_t Preparation::lasting_calls() const {
   size_t count = 0;
   for (const Step& step : steps_) {
-    if (step.loops.has_value()) count += step.end - step.begin;
+    if (step.loops.has_value() || step.call != nullptr) count += step.end - step.begin;
   }
   return count;
 }
@@ -108,7 +107,7 @@ void Preparation::forget() {
 bool Preparation::run_first(int64_t position) {
   for (size_t begin = 0, end = 0; begin < instructions_.size(); begin = end) {
     end = end_of_group(instructions_, begin);
-    Step step{begin, end, {}, {}, {}, {}};
+    Step step{begin, end, {}, {}, {}, {}, {}, {}};
     if (!prepare(step, position)) return false;
     for (size_t next = begin; next < end; ++next) {
       for (const int64_t index : instructions_[next].last_uses) {
@@ -120,40 +119,61 @@ bool Preparation::run_first(int64_t position) {
     // Views of what stays are made once.
     if (!is_lasting_view(instructions_[begin])) steps_.push_back(std::move(step));
   }
+  prepare_positions();
   is_ready_ = true;
   return true;
 }
 
-void Preparation::run_loops(const Step& step, bool is_recorded) {
+bool Preparation::run_lasting(const Step& step, bool is_recorded) {
   std::optional<at::RecordFunction> record;
   if (is_recorded) record.emplace(at::RecordScope::FUNCTION).before(step.name);
-  step.loops->run();
+  if (step.loops.has_value()) {
+    step.loops->run();
+    return true;
+  }
+  c10::SmallVector<const at::Tensor*, 8> arguments;
+  for (const int64_t index : step.arguments) arguments.push_back(&registers_[index]);
+  return step.call->run(arguments);
 }
 
 bool Preparation::run_again(int64_t position) {
   // Asked once, since it takes 0.03 us.
   const bool is_recorded = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
-  for (const Step& step : steps_) {
-    if (step.loops.has_value()) {
-      run_loops(step, is_recorded);
-      continue;
+  const bool is_known = positions_.restore(position);
+  for (Step& step : steps_) {
+    if (is_known && step.is_of_position) continue;
+    if (step.loops.has_value() || step.call != nullptr) {
+      if (!run_lasting(step, is_recorded)) {
+        // A call that has results writes them where later loops read them.
+        if (has_results(instructions_[step.begin]))
+          return start_over(step.begin, position, is_known);
+        if (!prepare_call(step, position)) return false;
+      }
+    } else if (!execute(instructions_, step.begin, step.end, position, registers_)) {
+      return false;
     }
-    if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
     for (const Copy& each : step.copies) {
       at::Tensor& result = registers_[each.index];
-      if (!has_layout_of(result, each.place)) return start_over(step.end, position);
+      if (!has_layout_of(result, each.place)) return start_over(step.end, position, is_known);
       copy_values(result, each.place);
       result = each.place;
     }
     for (const int64_t index : step.last_uses) registers_[index].reset();
   }
   rethrow_raised();
+  if (!is_known) positions_.keep(position);
   return true;
 }
 
-bool Preparation::start_over(size_t begin, int64_t position) {
+bool Preparation::start_over(size_t begin, int64_t position, bool is_known) {
+  for (const Step& step : steps_) {
+    // What was left out before `begin` may be read after it.
+    if (!is_known || !step.is_of_position || step.begin >= begin) continue;
+    if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
+  }
   steps_.clear();
   stays_ = is_constant_;
+  positions_.stay_in({});
   bytes_ = 0;
   is_ready_ = false;
   return execute_from(instructions_, begin, position, registers_);
@@ -161,6 +181,7 @@ bool Preparation::start_over(size_t begin, int64_t position) {
 
 bool Preparation::prepare(Step& step, int64_t position) {
   if (are_lasting_calls(step.begin, step.end)) return prepare_loops(step, position);
+  if (may_last(step)) return prepare_call(step, position);
   if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
   if (is_lasting_view(instructions_[step.begin])) {
     stays_[std::get<View>(instructions_[step.begin].action).result.index] = true;
@@ -196,6 +217,28 @@ bool Preparation::prepare_loops(Step& step, int64_t position) {
   return true;
 }
 
+bool Preparation::prepare_call(Step& step, int64_t position) {
+  const auto& call = std::get<OperatorCall>(instructions_[step.begin].action);
+  LastingCallTaker taker;
+  step.call = nullptr;
+  {
+    const LastingResults results;
+    if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
+  }
+  int64_t bytes = 0;
+  each_written(call, [&](int64_t index) { bytes += registers_[index].nbytes(); });
+  if (taker.call == nullptr || !has_room(bytes)) {
+    prepare_copies(step);
+    return true;
+  }
+  each_written(call, [&](int64_t index) { stays_[index] = true; });
+  step.name = call.op.operator_name().name;
+  step.arguments.clear();
+  each_read(call.arguments, [&](int64_t index) { step.arguments.push_back(index); });
+  step.call = std::move(taker.call);
+  return true;
+}
+
 void Preparation::prepare_copies(Step& step) {
   for (size_t next = step.begin; next < step.end; ++next) {
     const auto* const call = std::get_if<OperatorCall>(&instructions_[next].action);
@@ -220,9 +263,40 @@ void Preparation::prepare_copies(Step& step) {
   }
 }
 
+void Preparation::prepare_positions() {
+  std::vector<at::Tensor> places;
+  for (Step& step : steps_) {
+    step.is_of_position = true;
+    for (size_t next = step.begin; next < step.end; ++next) {
+      step.is_of_position = step.is_of_position && positions_.has(next);
+    }
+    if (!step.is_of_position) continue;
+    for (const Copy& each : step.copies) places.push_back(each.place);
+    if (!step.loops.has_value() && step.call == nullptr) continue;
+    for (size_t next = step.begin; next < step.end; ++next) {
+      each_written(std::get<OperatorCall>(instructions_[next].action),
+                   [&](int64_t index) { places.push_back(registers_[index]); });
+    }
+  }
+  const std::vector<int64_t>& read = positions_.read_by_others();
+  const bool stay = std::all_of(read.begin(), read.end(), [&](int64_t it) { return stays(it); });
+  positions_.stay_in(stay ? std::move(places) : std::vector<at::Tensor>());
+}
+
 bool Preparation::is_lasting_view(const Instruction& instruction) const {
   const auto* const view = std::get_if<View>(&instruction.action);
   return view != nullptr && is_fixed(*view) && stays(view->base.index);
+}
+
+// Whether a call might be made again: its results are tensors that do not leave the program.
+bool Preparation::may_last(const Step& step) const {
+  const auto* const call = std::get_if<OperatorCall>(&instructions_[step.begin].action);
+  if (call == nullptr || step.end - step.begin > 1 || !is_fixed(*call)) return false;
+  return std::all_of(call->results.begin(), call->results.end(), [&](const Result& it) {
+    const auto* const target = std::get_if<Register>(&it);
+    return std::holds_alternative<std::monostate>(it) ||
+           (target != nullptr && !escapes_[target->index]);
+  });
 }
 
 bool Preparation::are_lasting_calls(size_t begin, size_t end) const {

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "graphs/instruction.h"
+#include "graphs/positions.h"
 #include "launch/batch.h"
+#include "launch/lasting.h"
 
 namespace foo::graphs {
 
@@ -16,7 +19,7 @@ namespace foo::graphs {
 // that are nothing but a loop, which reads and writes only constants and other tensors that stay.
 // Later runs call kernels on them at once. Results of other calls that such loops read are copied
 // to where the first run had them. A token of 24 layers of 64 takes 0.6 of the time on one thread
-// of a Zen 4.
+// of a Zen 4. Calls of other kinds may be made again on tensors that do not stay, such as caches.
 //
 // The tensors of a run are overwritten by the next one. None of them is an output, or shares its
 // memory with one.
@@ -53,23 +56,35 @@ class Preparation {
     // The first operator's, for profilers.
     std::string name;
     std::optional<JoinedCalls<ParallelLoop>> loops;
+    // A call that is more than a loop, and the registers that it is given.
+    std::unique_ptr<LastingCall> call;
+    std::vector<int64_t> arguments;
     std::vector<Copy> copies;
     std::vector<int64_t> last_uses;
+    // Whether all results depend on nothing but the position.
+    bool is_of_position = false;
   };
 
   bool run_first(int64_t position);
   bool run_again(int64_t position);
-  static void run_loops(const Step& step, bool is_recorded);
+  // Runs what stays of a step. Returns false if that takes a launcher.
+  bool run_lasting(const Step& step, bool is_recorded);
   // Runs the rest from an instruction on without loops that stay; the next run is a first one.
-  bool start_over(size_t begin, int64_t position);
+  // `is_known` tells whether results of the position have been left out.
+  bool start_over(size_t begin, int64_t position, bool is_known);
 
   bool prepare(Step& step, int64_t position);
   // Leaves the step without loops if they cannot stay.
   bool prepare_loops(Step& step, int64_t position);
+  // Leaves the step with a call if it can be made again, and with copies if not.
+  bool prepare_call(Step& step, int64_t position);
   void prepare_copies(Step& step);
+  // Lets results that depend on the position only be kept, if all that others read stay.
+  void prepare_positions();
 
   bool is_lasting_view(const Instruction& instruction) const;
   bool are_lasting_calls(size_t begin, size_t end) const;
+  bool may_last(const Step& step) const;
   bool are_closed(const std::vector<ParallelLoop>& loops, size_t begin, size_t end) const;
   bool has_room(int64_t bytes);
   bool stays(int64_t index) const { return stays_[index]; }
@@ -81,6 +96,7 @@ class Preparation {
   // it, and whether an output may share its memory.
   std::vector<bool> is_constant_, stays_, is_read_, escapes_;
   std::vector<Step> steps_;
+  PositionResults positions_;
   int64_t bytes_ = 0;
   bool is_ready_ = false;
 };

@@ -39,11 +39,6 @@ bool reserve(int64_t bytes) {
 
 }  // namespace
 
-PlanRecorder*& PlanRecorder::current() {
-  thread_local PlanRecorder* recorder = nullptr;
-  return recorder;
-}
-
 ScratchPool::Block* ScratchPool::take(int64_t place, int64_t bytes) {
   Block* block = places_[place].block.exchange(nullptr, std::memory_order_acq_rel);
   if (block == nullptr) {

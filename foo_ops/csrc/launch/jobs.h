@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "launch/scope.h"
+
 namespace foo {
 
 // Memory that calls reuse: blocks wait for the next call, in places that calls number from 0.
@@ -223,20 +225,9 @@ struct PlannedLoop {
 
 // While it lives, its thread's calls add their parallel loops to the plan instead of running them,
 // so that tests can try any number of threads. What such calls return is not initialized.
-class PlanRecorder {
+class PlanRecorder : public Scope<PlanRecorder> {
  public:
-  PlanRecorder() : outer_(std::exchange(current(), this)) {}
-  ~PlanRecorder() { current() = outer_; }
-  PlanRecorder(const PlanRecorder&) = delete;
-  PlanRecorder& operator=(const PlanRecorder&) = delete;
-
-  // Returns the recorder of this thread, or nullptr.
-  static PlanRecorder*& current();
-
   std::vector<PlannedLoop> loops;
-
- private:
-  PlanRecorder* outer_;
 };
 
 // Scratch memory of kernels, with a place for each thread of a call. Never destroyed.

@@ -1,25 +1,49 @@
-// Results that stay for long, such as those that a recorded program uses again in each run.
+// Results and calls that stay for long, such as those that a recorded program uses in each run.
 #pragma once
 
-#include <utility>
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+
+#include "launch/scope.h"
 
 namespace foo {
 
 // While an instance lives, this thread's new results have memory of the C library: blocks for small
 // results are few.
-class LastingResults {
+class LastingResults : public Scope<LastingResults> {
  public:
-  LastingResults() : outer_(std::exchange(lives_, true)) {}
-  ~LastingResults() { lives_ = outer_; }
-  LastingResults(const LastingResults&) = delete;
-  LastingResults& operator=(const LastingResults&) = delete;
+  static bool lives() { return current() != nullptr; }
+};
 
-  static bool lives() { return lives_; }
+// Whether a tensor is nothing but numbers in the memory of the CPU.
+inline bool is_dense_on_cpu(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kOthers({c10::DispatchKey::Python, c10::DispatchKey::Conjugate,
+                                         c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  return tensor.layout() == at::kStrided && tensor.is_cpu() && !tensor.key_set().has_any(kOthers);
+}
 
- private:
-  static inline thread_local bool lives_ = false;
+// Tensors that a call is given, in the operator's order.
+using TensorArguments = c10::ArrayRef<const at::Tensor*>;
 
-  bool outer_;
+// A call that is made again without its launcher, which has checked all that stays as it is.
+class LastingCall {
+ public:
+  virtual ~LastingCall() = default;
+
+  // Makes the call on these tensors, and writes its results where the first call has. Returns false
+  // where that takes the launcher, and has written nothing then.
+  virtual bool run(TensorArguments arguments) = 0;
+};
+
+// While an instance lives, its thread's call may leave itself to be made again.
+class LastingCallTaker : public Scope<LastingCallTaker> {
+ public:
+  // Returns this thread's taker, if it takes calls on such a device.
+  static LastingCallTaker* on(c10::Device device) { return device.is_cpu() ? current() : nullptr; }
+
+  std::unique_ptr<LastingCall> call;
 };
 
 }  // namespace foo

@@ -13,6 +13,8 @@
 #include <optional>
 #include <utility>
 
+#include "launch/scope.h"
+
 namespace foo {
 
 // Tracks who may use memory of the device. For the sanitizer, which protects the memory from all
@@ -91,19 +93,9 @@ ResultMemoryFigures result_memory_figures();
 void release_result_memory();
 
 // While an instance lives, this thread's new CPU tensors are results.
-class NewResults {
+class NewResults : public Scope<NewResults> {
  public:
-  NewResults() : outer_(std::exchange(lives_, true)) {}
-  ~NewResults() { lives_ = outer_; }
-  NewResults(const NewResults&) = delete;
-  NewResults& operator=(const NewResults&) = delete;
-
-  static bool lives() { return lives_; }
-
- private:
-  static inline thread_local bool lives_ = false;
-
-  bool outer_;
+  static bool lives() { return current() != nullptr; }
 };
 
 // Returns a new, uninitialized tensor, for a result or as scratch memory.

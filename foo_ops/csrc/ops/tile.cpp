@@ -6,6 +6,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
@@ -105,6 +106,11 @@ View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
           &outside};
 }
 
+// Returns the tiles of a part for a thread, given the elements of the largest argument.
+int64_t grain_of(int64_t tiles, int64_t elements) {
+  return grain_size(std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (elements + 1)));
+}
+
 int64_t dimensions_of(const TileOptions& options) {
   int64_t dimensions = 0;
   for (const ScratchOption& option : options.scratch) dimensions += option.dimensions;
@@ -189,6 +195,93 @@ class TileCall::Waiting {
   Outside outside_{};
 };
 
+class TileCall::Lasting final : public LastingCall {
+ public:
+  Lasting(TileCall call, TileFunction* function, const std::vector<bool>& are_copies)
+      : call_(std::move(call)), function_(function) {
+    elements_ = call_.make_views(views_, outside_);
+    for (size_t i = 0; i < call_.tensors_.size(); ++i) {
+      const at::Tensor& tensor = call_.tensors_[i];
+      layouts_.push_back({tensor.scalar_type(), c10::DimVector(tensor.sizes()),
+                          c10::DimVector(tensor.strides()), are_copies[i]});
+    }
+    for (size_t i = 0; i < views_.size(); ++i) {
+      if (views_[i].ndim == 0) continue;
+      views_[i].sizes = layouts_[i].sizes.data();
+      views_[i].strides = layouts_[i].strides.data();
+      if (!are_copies[i]) call_.tensors_[i].reset();
+    }
+  }
+
+  bool run(TensorArguments arguments) override {
+    if (arguments.size() != views_.size() || checks_bounds()) return false;
+    for (size_t i = 0; i < views_.size(); ++i) {
+      if (!layouts_[i].fits(*arguments[i])) return false;
+    }
+    if (place(arguments)) overlaps_ = has_overlap(arguments);
+    if (overlaps_) return false;
+    int64_t tiles = 0, refused = 0;
+    function_(call_.numbers_.data(), kCountTiles, &tiles, 0, 0);
+    if (tiles == kRefused) return false;
+    at::parallel_for(0, tiles, grain_of(tiles, elements_), [&](int64_t begin, int64_t end) {
+      function_(call_.numbers_.data(), kRunTiles, &refused, begin, end);
+    });
+    return true;
+  }
+
+ private:
+  struct TensorLayout {
+    c10::ScalarType dtype;
+    c10::DimVector sizes, strides;
+    bool is_copied;
+
+    bool fits(const at::Tensor& tensor) const {
+      return is_dense_on_cpu(tensor) && tensor.scalar_type() == dtype && tensor.sizes() == sizes &&
+             tensor.strides() == strides;
+    }
+  };
+
+  // Returns whether one of the tensors is not where it was.
+  bool place(TensorArguments arguments) {
+    bool has_moved = false;
+    for (size_t i = 0; i < views_.size(); ++i) {
+      const at::Tensor& tensor = *arguments[i];
+      if (layouts_[i].is_copied) {
+        std::memcpy(views_[i].data, tensor.const_data_ptr(), tensor.nbytes());
+        continue;
+      }
+      void* const data = call_.is_written_[i] ? tensor.mutable_data_ptr()
+                                              : const_cast<void*>(tensor.const_data_ptr());
+      has_moved |= std::exchange(views_[i].data, data) != data;
+    }
+    return has_moved;
+  }
+
+  // Whether a tensor that is written shares memory with another one.
+  bool has_overlap(TensorArguments arguments) const {
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      for (size_t j = 0; call_.is_written_[i] && j < arguments.size(); ++j) {
+        if (i != j && overlap_of(*arguments[i], *arguments[j]) != Overlap::kNone) return true;
+      }
+    }
+    return false;
+  }
+
+  TileCall call_;
+  TileFunction* function_;
+  int64_t elements_;
+  bool overlaps_ = false;
+  Views views_;
+  std::vector<TensorLayout> layouts_;
+  Outside outside_{};
+};
+
+std::unique_ptr<LastingCall> TileCall::lasting(TileCall call, Kernel& kernel,
+                                               const std::vector<bool>& are_copies) {
+  auto* const function = kernel.get<TileFunction>(call.signature_);
+  return std::make_unique<Lasting>(std::move(call), function, are_copies);
+}
+
 bool TileCall::can_wait(const TileOptions& options) const {
   const bool has_checks =
       std::find(options.checks.begin(), options.checks.end(), true) != options.checks.end();
@@ -218,8 +311,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   if (tiles == kRefused) return false;
   TORCH_CHECK_VALUE(tiles >= 0, operator_name, ": tiles must return a number of at least 0, got ",
                     tiles);
-  const int64_t grain =
-      grain_size(std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1)));
+  const int64_t grain = grain_of(tiles, largest);
   if (LoopBatch* const batch = LoopBatch::on(device); batch != nullptr && can_wait(options)) {
     std::vector<at::Tensor> tensors(tensors_.begin(), tensors_.end());
     batch->add(
@@ -381,6 +473,12 @@ class TileLauncher final : public c10::OperatorKernel {
     for (const auto& result : op.schema().returns()) {
       returns_argument_.push_back(result.alias_info() != nullptr);
     }
+    const bool takes_generator = std::any_of(
+        parameters_.begin(), parameters_.end(),
+        [](const Parameter& parameter) { return parameter.kind == Parameter::Kind::kGenerator; });
+    can_last_ = writes_ && returns_argument_.empty() && inputs_ == parameters_.size() &&
+                !has_lists_ && !takes_generator && options_.scratch.empty() && !options_.finishes &&
+                !options_.refuses_late && !options_.repeats_written;
   }
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -424,7 +522,29 @@ class TileLauncher final : public c10::OperatorKernel {
     for (size_t i = 0; i < options_.scratch.size(); ++i) call.add_scratch();
     if (!call.run(name_, kernel_, options_, device)) refuse(arguments, copies, device);
     move_to_targets(written);
+    if (LastingCallTaker* const taker = LastingCallTaker::on(device);
+        taker != nullptr && can_last_ && !checks_bounds()) {
+      taker->call = lasting(std::move(call), arguments, written);
+    }
     return results;
+  }
+
+  // Returns nothing for a call that writes to buffers, or reads copies that no check wants.
+  std::unique_ptr<LastingCall> lasting(TileCall call, c10::ArrayRef<c10::IValue> arguments,
+                                       const AllWritten& written) const {
+    std::vector<bool> are_copies;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!arguments[i].isTensor()) continue;
+      const at::Tensor& tensor = arguments[i].toTensor();
+      const bool is_read = parameters_[i].role == Parameter::Role::kRead;
+      are_copies.push_back(is_read && is_checked(i, tensor));
+      const bool needs_launcher = are_copies.back() ? !tensor.is_contiguous() : needs_copy(tensor);
+      if (needs_launcher) return nullptr;
+    }
+    for (const Written& output : written) {
+      if (!output.buffer.is_same(output.target)) return nullptr;
+    }
+    return TileCall::lasting(std::move(call), kernel_, are_copies);
   }
 
   // Throws for a tensor that cannot be written. Called before anything is written or resized.
@@ -564,6 +684,8 @@ class TileLauncher final : public c10::OperatorKernel {
   // Whether there are parameters that are lists of tensors.
   bool has_lists_;
   bool writes_;
+  // Whether a call that has run is all that it takes to make it again.
+  bool can_last_;
   // For each result, whether it is a written argument.
   c10::SmallVector<bool, 4> returns_argument_;
   // Layouts of the operator's variant without `out`.

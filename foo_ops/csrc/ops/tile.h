@@ -18,6 +18,7 @@
 #include "launch/batch.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
+#include "launch/lasting.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
 #include "ops/values.h"
@@ -138,11 +139,18 @@ class TileCall {
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
            c10::Device device);
 
+  // Returns a call that has run, to be made again. Its tensors are all that it writes. For each it
+  // is given whether it is a copy, which is made in each call.
+  static std::unique_ptr<LastingCall> lasting(TileCall call, Kernel& kernel,
+                                              const std::vector<bool>& are_copies);
+
  private:
   using Views = c10::SmallVector<View, 8>;
 
   // A call that waits, where its tensors and views stay.
   class Waiting;
+  // A call that is made again, on other tensors.
+  class Lasting;
 
   // Whether all that the call does is to run its tiles.
   bool can_wait(const TileOptions& options) const;

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -15,6 +16,7 @@
 
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
+#include "launch/lasting.h"
 #include "launch/memory.h"
 #include "launch/registration.h"
 #include "ops/attention/arguments.h"
@@ -95,6 +97,54 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
+// A call with no other tensors than query, key and value, on more keys or on fewer.
+class LastingAttention final : public LastingCall {
+ public:
+  LastingAttention(const Parameters& parameters, const AttentionArguments& arguments,
+                   Outputs outputs)
+      : parameters_(parameters),
+        options_(arguments.options()),
+        dtype_(arguments.inputs().query.scalar_type()),
+        outputs_(std::move(outputs)) {}
+
+  static bool fits(const AttentionArguments& arguments) {
+    using Places = ArgumentPlaces;
+    const auto& inputs = arguments.inputs();
+    return !arguments.has(Places::kSeed) && arguments.options().dropout_p == 0.0 &&
+           !inputs.attn_bias.has_value() && !inputs.alibi_slopes.has_value() &&
+           !inputs.sinks.has_value();
+  }
+
+  bool run(TensorArguments arguments) override {
+    if (arguments.size() != 3) return false;
+    const at::Tensor &query = *arguments[0], &key = *arguments[1], &value = *arguments[2];
+    const int64_t keys = key.dim() == 4 ? key.size(2) : 0;
+    const Parameters& known = parameters_;
+    const bool are_alike =
+        is_alike(query, {known.batch, known.query_heads, known.query_length, known.head_dim}) &&
+        is_alike(key, {known.batch, known.key_heads, keys, known.head_dim}) &&
+        is_alike(value, {known.batch, known.key_heads, keys, known.value_dim});
+    if (!are_alike) return false;
+    parameters_.key_length = keys;
+    parameters_.query = Operand(query);
+    parameters_.key = Operand(key);
+    parameters_.value = Operand(value);
+    run_forward(parameters_, query, sequences_of(parameters_), options_);
+    return true;
+  }
+
+ private:
+  bool is_alike(const at::Tensor& tensor, c10::IntArrayRef sizes) const {
+    return is_dense_on_cpu(tensor) && tensor.scalar_type() == dtype_ && tensor.sizes() == sizes;
+  }
+
+  Parameters parameters_;
+  AttentionOptions options_;
+  c10::ScalarType dtype_;
+  // Their memory is where the parameters say.
+  Outputs outputs_;
+};
+
 // foo::attention and foo::attention_seeded.
 Outputs attention(const AttentionArguments& arguments) {
   check_attention(arguments);
@@ -109,6 +159,11 @@ Outputs attention(const AttentionArguments& arguments) {
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
   run_forward(parameters, inputs.query, sequences_of(parameters), options);
+  LastingCallTaker* const taker = LastingCallTaker::on(inputs.query.device());
+  if (taker != nullptr && LastingAttention::fits(arguments)) {
+    taker->call =
+        std::make_unique<LastingAttention>(parameters, arguments, Outputs(output, logsumexp));
+  }
   return {output, logsumexp};
 }
 
