@@ -219,7 +219,7 @@ bool Preparation::prepare_loops(Step& step, int64_t position) {
 
 bool Preparation::prepare_call(Step& step, int64_t position) {
   const auto& call = std::get<OperatorCall>(instructions_[step.begin].action);
-  LastingCallTaker taker;
+  LastingCallTaker taker(call.op.operator_name().name);
   step.call = nullptr;
   {
     const LastingResults results;

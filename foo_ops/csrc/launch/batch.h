@@ -26,11 +26,12 @@ class JoinedCalls {
       ends_.push_back(jobs_ += call.jobs());
       bytes_ = std::max(bytes_, call.bytes());
     }
+    threads_ = threads_of(jobs_, [&](int64_t job) { return cost(job); });
   }
 
   void run() const {
-    share_jobs(
-        jobs_,
+    share_jobs_among(
+        threads_, jobs_,
         [&](int64_t thread, auto next) {
           const ScratchMemory scratch(scratch_pool(), thread, bytes_);
           for (int64_t job = next(); job >= 0; job = next()) {
@@ -38,13 +39,15 @@ class JoinedCalls {
             calls_[index].work(own, scratch.get());
           }
         },
-        [&](int64_t job) {
-          const auto [index, own] = place_of(job);
-          return calls_[index].cost(own);
-        });
+        [&](int64_t job) { return cost(job); });
   }
 
  private:
+  double cost(int64_t job) const {
+    const auto [index, own] = place_of(job);
+    return calls_[index].cost(own);
+  }
+
   std::pair<int64_t, int64_t> place_of(int64_t job) const {
     const auto index = std::upper_bound(ends_.begin(), ends_.end(), job) - ends_.begin();
     return {index, job - (index == 0 ? 0 : ends_[index - 1])};
@@ -53,6 +56,8 @@ class JoinedCalls {
   std::vector<Call> calls_;
   std::vector<int64_t> ends_;
   int64_t jobs_ = 0, bytes_ = 0;
+  // For as many threads as there were when the calls came together.
+  int64_t threads_;
 };
 
 template <class Call>

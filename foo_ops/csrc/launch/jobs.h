@@ -260,6 +260,7 @@ inline double most_work_of_one(int64_t threads) {
 template <class Cost>
 int64_t threads_of(int64_t jobs, const Cost& cost) {
   const int64_t threads = at::get_num_threads();
+  if (threads == 1) return 1;
   if constexpr (!std::is_same_v<Cost, EqualCost>) {
     const double most = most_work_of_one(threads);
     double work = 0;

@@ -5,6 +5,9 @@
 #include <c10/util/ArrayRef.h>
 
 #include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
 
 #include "launch/scope.h"
 
@@ -37,13 +40,23 @@ class LastingCall {
   virtual bool run(TensorArguments arguments) = 0;
 };
 
-// While an instance lives, its thread's call may leave itself to be made again.
+// While an instance lives, its thread's call of an operator on the CPU may leave itself to be made
+// again.
 class LastingCallTaker : public Scope<LastingCallTaker> {
  public:
-  // Returns this thread's taker, if it takes calls on such a device.
-  static LastingCallTaker* on(c10::Device device) { return device.is_cpu() ? current() : nullptr; }
+  // `name` is the operator's with its namespace: other operators may call others.
+  explicit LastingCallTaker(std::string name) : name_(std::move(name)) {}
+
+  // Returns this thread's taker, if it takes such an operator's calls.
+  static LastingCallTaker* of(std::string_view name, c10::Device device) {
+    LastingCallTaker* const taker = current();
+    return taker != nullptr && device.is_cpu() && taker->name_ == name ? taker : nullptr;
+  }
 
   std::unique_ptr<LastingCall> call;
+
+ private:
+  std::string name_;
 };
 
 }  // namespace foo

@@ -455,7 +455,8 @@ class TileLauncher final : public c10::OperatorKernel {
  public:
   TileLauncher(const c10::OperatorHandle& op, c10::DispatchKey key, const std::string& kernel,
                std::vector<Parameter> parameters, TileOptions options)
-      : name_(short_name(c10::toString(op.operator_name()))),
+      : full_name_(op.operator_name().name),
+        name_(short_name(full_name_)),
         parameters_(std::move(parameters)),
         options_(std::move(options)),
         inputs_(std::count_if(
@@ -522,8 +523,8 @@ class TileLauncher final : public c10::OperatorKernel {
     for (size_t i = 0; i < options_.scratch.size(); ++i) call.add_scratch();
     if (!call.run(name_, kernel_, options_, device)) refuse(arguments, copies, device);
     move_to_targets(written);
-    if (LastingCallTaker* const taker = LastingCallTaker::on(device);
-        taker != nullptr && can_last_ && !checks_bounds()) {
+    LastingCallTaker* const taker = LastingCallTaker::of(full_name_, device);
+    if (taker != nullptr && can_last_ && !checks_bounds()) {
       taker->call = lasting(std::move(call), arguments, written);
     }
     return results;
@@ -674,7 +675,7 @@ class TileLauncher final : public c10::OperatorKernel {
     }
   }
 
-  std::string name_;
+  std::string full_name_, name_;
   std::vector<Parameter> parameters_;
   TileOptions options_;
   // Arguments that are not `out`.

@@ -159,7 +159,7 @@ Outputs attention(const AttentionArguments& arguments) {
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
   run_forward(parameters, inputs.query, sequences_of(parameters), options);
-  LastingCallTaker* const taker = LastingCallTaker::on(inputs.query.device());
+  LastingCallTaker* const taker = LastingCallTaker::of("foo::attention", inputs.query.device());
   if (taker != nullptr && LastingAttention::fits(arguments)) {
     taker->call =
         std::make_unique<LastingAttention>(parameters, arguments, Outputs(output, logsumexp));
