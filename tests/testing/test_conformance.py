@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.processes import module, python, start
 
+from foo_ops.testing.conformance import comparison
 from foo_ops.testing.conformance.scores import Report, Worker, cause_of, read_known, read_scores
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,6 +63,23 @@ def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
 
 
 @pytest.mark.whole
+def test_results_that_have_lost_digits_on_the_cpu_too():
+    """The CPU is off by 1e-5: so another device may be, and not by much more."""
+    expected = [torch.tensor([0.5, float("nan")]), 3, torch.tensor([7])]
+    exact = [it.double() - 1e-5 if isinstance(it, torch.Tensor) else it for it in expected]
+
+    def compare_with(error, exact):
+        comparison.compare([expected[0] + error, *expected[1:]], expected, "a sum", exact=exact)
+
+    with pytest.raises(AssertionError, match="a sum: Tensor-likes are not close"):
+        compare_with(3e-5, None)
+    compare_with(3e-5, lambda: exact)
+    with pytest.raises(AssertionError, match="a sum: Tensor-likes are not close"):
+        compare_with(6e-5, lambda: exact)
+    with pytest.raises(AssertionError, match="a sum: Tensor-likes are not equal"):
+        comparison.compare(torch.tensor([8]), expected[2], "a sum", exact=lambda: exact[2])
+
+
 def test_another_device_runs_without_foo(tmp_path):
     """foo would take torch's only key for third-party devices."""
     (tmp_path / "no_foo.py").write_text(

@@ -473,8 +473,15 @@ def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool
 
 
 def _check_gradients(
-    actual: Any, expected: Any, there_inputs: list[Any], cpu_inputs: list[Any], what: str
+    actual: Any,
+    expected: Any,
+    there_inputs: list[Any],
+    cpu_inputs: list[Any],
+    what: str,
+    exact: Callable[[], tuple[Any, list[Any]]] | None = None,
 ) -> None:
+    """Compare gradients. ``exact`` returns results in float64, and the inputs that they are of."""
+
     def gradients(results: Any, inputs: list[Any]) -> list[Any]:
         outputs = differentiable(results)
         weights = [weights_of(each) for each in outputs]
@@ -486,6 +493,7 @@ def _check_gradients(
         lambda: gradients(actual, there_inputs),
         lambda: gradients(expected, cpu_inputs),
         f"{what}, gradient",
+        exact=None if exact is None else lambda: gradients(*exact()),
     )
 
 
@@ -552,6 +560,12 @@ def _run_module(name: str, dtype: torch.dtype) -> None:
                 _check_module(info, each, dtype, training, f"input {position} {training=}")
 
 
+def _in_float64(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
 def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what: str) -> None:
     constructor, forward = each.constructor_input, each.forward_input
     kwargs = {"device": "cpu", "dtype": dtype}
@@ -562,15 +576,9 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     module.train(training)
     if info.is_lazy:  # the first call creates its parameters
         module(*forward.args, **forward.kwargs)
-    there = to_device(copy.deepcopy(module))
+    # The forward pass may change buffers.
+    there, wide = to_device(copy.deepcopy(module)), copy.deepcopy(module).double()
     there_args, there_kwargs = pytree.tree_map(mapper(to_device), (forward.args, forward.kwargs))
-    results = agree(
-        lambda: there(*there_args, **there_kwargs),
-        lambda: module(*forward.args, **forward.kwargs),
-        what,
-    )
-    if results is None:
-        return
 
     def leaves(args: Any, module: torch.nn.Module) -> list[torch.Tensor]:
         tensors = [
@@ -580,10 +588,23 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
         ]
         return tensors + [each for each in module.parameters() if each.requires_grad]
 
+    def exact() -> tuple[Any, list[torch.Tensor]]:
+        own, given = copy.deepcopy(wide), (forward.args, forward.kwargs)
+        args, kwargs = pytree.tree_map(mapper(_in_float64), given)
+        return own(*args, **kwargs), leaves((args, kwargs), own)
+
+    results = agree(
+        lambda: there(*there_args, **there_kwargs),
+        lambda: module(*forward.args, **forward.kwargs),
+        what,
+        exact=lambda: exact()[0],
+    )
+    if results is None:
+        return
     actual, expected = results
     _check_gradients(
         actual, expected, leaves((there_args, there_kwargs), there),
-        leaves((forward.args, forward.kwargs), module), what,
+        leaves((forward.args, forward.kwargs), module), what, exact,
     )  # fmt: skip
     compare(there.state_dict(), module.state_dict(), f"{what}, state")
 
