@@ -7,6 +7,7 @@ import torch
 from foo_ops._C import Number, Program, Register
 
 import foo_ops
+from foo_ops import language, library
 from foo_ops.testing.checks.matrix import threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -515,6 +516,42 @@ def test_a_cache_that_copies_on_write():
         program.run(position, [query, *caches, torch.full((2,), position)])
     assert torch.equal(lazy, before)
     assert torch.equal(caches[0][:, :, 3], 2 * query[:, :, 0])
+
+
+@library.tile_kernel
+def scale_rows(x, factor, shift, rows):
+    for row in rows:
+        line = x.row(row)
+        for i in range(x.shape[-1]):
+            line[i] = line[i] * language.load(factor.data, 0)
+            if shift is not None:
+                line[i] = line[i] + shift[i]
+
+
+@pytest.fixture(scope="module")
+def scale_():
+    name = "foo_preparation::scale_"
+    library.define(name, "(Tensor(a!) x, Tensor factor, Tensor? shift=None) -> ()")
+    library.register_kernel(name, "cpu", scale_rows)
+    library.register_fake(name, lambda x, factor, shift=None: None)
+    return name
+
+
+@pytest.mark.parametrize("has_shift", [False, True])
+def test_calls_of_operators_that_only_write_stay(scale_, has_shift):
+    given = [register(it) for it in range(2 + has_shift)]
+    scale = call(scale_, given, [])
+    program = Program(4, [0, 1, 2][: 2 + has_shift], [3], [], [scale, add(0, 3)])
+    for seed in range(5):
+        x, factor, shift = numbers(3, 8, seed=seed), torch.tensor(seed - 2.0), numbers(8, seed=9)
+        expected = x * factor + (shift if has_shift else 0)
+        inputs = [x, factor, shift][: 2 + has_shift]
+        assert torch.equal(program.run(0, inputs)[0], expected + 1)
+        assert torch.equal(x, expected)
+        storages = [it.untyped_storage() for it in inputs]
+        del x, factor, shift, inputs
+        assert {torch._C._storage_Use_Count(it._cdata) for it in storages} == {1}
+    assert program.lasting_calls == 1
 
 
 # ----------------------------------------------------------- results that depend on the position

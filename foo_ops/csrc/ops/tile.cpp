@@ -206,9 +206,10 @@ class TileCall::Lasting final : public LastingCall {
                           c10::DimVector(tensor.strides()), are_copies[i]});
     }
     for (size_t i = 0; i < views_.size(); ++i) {
-      if (views_[i].ndim == 0) continue;
-      views_[i].sizes = layouts_[i].sizes.data();
-      views_[i].strides = layouts_[i].strides.data();
+      if (views_[i].ndim > 0) {
+        views_[i].sizes = layouts_[i].sizes.data();
+        views_[i].strides = layouts_[i].strides.data();
+      }
       if (!are_copies[i]) call_.tensors_[i].reset();
     }
   }
