@@ -112,7 +112,7 @@ def grad_of_table(grad: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """
     terms, places = (in_groups(it, groups_of(scale)) for it in (grad, codes))
     of_groups = [terms.masked_fill(places != code, 0).sum(-1) * scale for code in range(16)]
-    return torch.stack(of_groups).flatten(1).sum(-1)
+    return torch.stack(of_groups).sum((1, 2))
 
 
 library.register_autograd(
