@@ -107,7 +107,7 @@ void Preparation::forget() {
 bool Preparation::run_first(int64_t position) {
   for (size_t begin = 0, end = 0; begin < instructions_.size(); begin = end) {
     end = end_of_group(instructions_, begin);
-    Step step{begin, end, {}, {}, {}, {}, {}, {}};
+    Step step{.begin = begin, .end = end};
     if (!prepare(step, position)) return false;
     for (size_t next = begin; next < end; ++next) {
       for (const int64_t index : instructions_[next].last_uses) {
@@ -167,7 +167,7 @@ bool Preparation::run_again(int64_t position) {
 
 bool Preparation::start_over(size_t begin, int64_t position, bool is_known) {
   for (const Step& step : steps_) {
-    // What was left out before `begin` may be read after it.
+    // Instructions after `begin` may read results that were left out before it.
     if (!is_known || !step.is_of_position || step.begin >= begin) continue;
     if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
   }

@@ -108,11 +108,9 @@ class LastingAttention final : public LastingCall {
         outputs_(std::move(outputs)) {}
 
   static bool fits(const AttentionArguments& arguments) {
-    using Places = ArgumentPlaces;
     const auto& inputs = arguments.inputs();
-    return !arguments.has(Places::kSeed) && arguments.options().dropout_p == 0.0 &&
-           !inputs.attn_bias.has_value() && !inputs.alibi_slopes.has_value() &&
-           !inputs.sinks.has_value();
+    return arguments.options().dropout_p == 0.0 && !inputs.attn_bias.has_value() &&
+           !inputs.alibi_slopes.has_value() && !inputs.sinks.has_value();
   }
 
   bool run(TensorArguments arguments) override {
