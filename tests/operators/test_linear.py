@@ -53,6 +53,13 @@ def test_few_rows(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_rows_and_weights_that_fit_no_cache(rows, dtype):
+    for columns, depth in ((1100, 1024), (33_000, 33), (777, 1601)):
+        check(dtype, *draw(rows, columns, depth, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 2, 5, 8])
 def test_few_columns(columns, dtype):
     for rows, depth in ((9, 1), (33, 130), (1100, 65), (70, 1024)):
@@ -120,7 +127,9 @@ def test_rows_beyond_2_to_the_31st_element(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2000, 300), (7, 500, 300), (100, 130, 300), (600, 9, 300)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2000, 300), (1, 1999, 600), (7, 500, 300), (100, 130, 300), (600, 9, 300)]
+)
 def test_threads_do_not_change_the_results(shape, dtype):
     inputs = [it.requires_grad_() for it in draw(*shape, dtype)]
     found = []

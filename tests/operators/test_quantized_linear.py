@@ -82,6 +82,15 @@ def test_few_rows_of_mxfp4(rows, dtype):
         check(LINEAR_MXFP4, dtype, mxfp4_sample("few", (rows,), groups, columns)(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_rows_and_weights_that_fit_no_cache(rows, dtype):
+    check(LINEAR_INT8, dtype, int8_sample("large", (rows,), 1537, 1401)(dtype))
+    check(LINEAR_MXFP4, dtype, mxfp4_sample("large", (rows,), 65, 2049)(dtype))
+    for spec, make in OF_GROUPS:
+        check(spec, dtype, make("large", (rows,), 33, 2031, group_size=64)(dtype))
+
+
 BLOCKS = ((239, 63, 128), (241, 257, 256), (9, 321, 512), (12, 255, 640), (484, 65, 384))
 
 
@@ -129,8 +138,10 @@ def test_rows_beyond_2_to_the_31st_element(kind, rows, dtype):
 def test_threads_do_not_change_the_results(rows, dtype):
     samples = (
         (LINEAR_INT8, int8_sample("threads", (rows,), 300, 1000)(dtype)),
+        (LINEAR_INT8, int8_sample("threads", (rows,), 1100, 1999)(dtype)),
         (LINEAR_INT8, int8_groups_sample("threads", (rows,), 10, 1000)(dtype)),
         (LINEAR_INT4, int4_sample("threads", (rows,), 5, 1000, group_size=64)(dtype)),
+        (LINEAR_INT4, int4_sample("threads", (rows,), 33, 1999, group_size=64)(dtype)),
         (LINEAR_MXFP4, mxfp4_sample("threads", (rows,), 10, 1000)(dtype)),
         (LINEAR_TABLE4, table4_sample("threads", (rows,), 5, 1000)(dtype)),
     )

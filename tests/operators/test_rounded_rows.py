@@ -53,6 +53,16 @@ def test_sizes_of_groups(spec, make, group_size, dtype):
             check(spec, dtype, sample(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_weights_that_fit_no_cache(rows, dtype):
+    sample = rounded(int8_sample("large", (rows,), 1537, 1401))
+    check(LINEAR_INT8_ACTIVATIONS, dtype, sample(dtype))
+    for spec, make in OF_GROUPS:
+        sample = rounded(make("large", (rows,), 33, 2031, group_size=64))
+        check(spec, dtype, sample(dtype))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, MANY_ROWS])
 @pytest.mark.parametrize("weight_of", [-128, 127])
 @pytest.mark.parametrize("sign", [-1, 1])

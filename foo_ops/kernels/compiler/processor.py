@@ -59,20 +59,24 @@ def vector_registers() -> int:
 def fetches_to_first() -> bool:
     """Whether kernels prefetch into L1; otherwise they prefetch into L2.
 
-    AMD's processors before Zen 5, with 32 KB of L1, can fetch more lines into L2 at a time. One
-    thread of a Zen 4 reads in GB/s, of 25:
+    AMD's processors before Zen 5, with 32 KB of L1, can fetch more lines into L2 at a time, and so
+    can Intel's with AVX-512. One thread reads in GB/s, a Zen 4 of 25, a Granite Rapids of 15:
 
-                                               into L1          into L2
-        decoding, keys and values, bfloat16        12               20
-                                   float32         13               19
-        one row of linear, weights, bfloat16       18               23
-                                    float16        15               19
-                                    int8           13               24
-        four rows,                  float16        11               22
+                                              Zen 4              Granite Rapids
+                                         into L1   into L2     into L1   into L2
+        decoding, keys and values,
+                               bfloat16       12        20         8.9       9.7
+                               float32        13        19        10.2      12.3
+        one row of linear, weights,
+                               bfloat16       18        23        11.4      13.6
+                               float16        15        19
+                               int8           13        24        10.6      11.8
+        four rows,             float16        11        22
 
     A Zen 5 took 110 us for bags of an embedding with L1, and 146 with L2.
     """
-    return target()[1] not in ("znver1", "znver2", "znver3", "znver4")
+    is_amd_before_zen5 = target()[1] in ("znver1", "znver2", "znver3", "znver4")
+    return not is_amd_before_zen5 and not _is_intel_with_avx512()
 
 
 def bytes_ahead() -> int:
@@ -80,9 +84,28 @@ def bytes_ahead() -> int:
 
     Prefetching into L2, a thread of a Zen 4 reads 20 GB/s of bfloat16 keys and values with 8 KB, 23
     with 16 KB and 20 with 32 KB; of 4-bit integers, for a row of 1024, 14 GB/s with the 2 KB of the
-    next tile, and 22 with 8 KB or 16 KB.
+    next tile, and 22 with 8 KB or 16 KB. A Granite Rapids reads 13.9 GB/s of bfloat16 weights with
+    8 KB, 13.2 with 16 KB.
     """
-    return 8192 if fetches_to_first() else 16384
+    return 8192 if fetches_to_first() or _is_intel_with_avx512() else 16384
+
+
+def reads_one_stream() -> bool:
+    """Whether one row reads the columns of weights one after the other, not some side by side.
+
+    Columns side by side are streams of their own, of which one that is read in order is the fastest
+    on Intel's processors. A thread of a Granite Rapids reads in GB/s, of 15, weights from memory:
+
+                                         4 columns   2 columns   one
+        bfloat16                              13.9        14.9  15.0
+        int8, rows of 8 bits                  13.4        13.6  13.1
+        int4 in groups of 128                 10.3         9.9  11.7
+          with huge pages                     10.9        10.6  14.4
+
+    and two threads 26.7, 28.6 and 29.1 of bfloat16. On a Zen 4, 8 columns were the fastest:
+    `COLUMNS_OF_ROW`.
+    """
+    return _is_intel_with_avx512()
 
 
 def spreads_prefetches() -> bool:
@@ -93,6 +116,10 @@ def spreads_prefetches() -> bool:
     7 % of the time of 1024 rows in the loop of prefetches. For 64 rows it has seven times as many
     between two bands. On a Zen 4, 1024 rows take 1.01 of the time if prefetches are spread.
     """
+    return _is_intel_with_avx512()
+
+
+def _is_intel_with_avx512() -> bool:
     triple, name, features = target()
     has_avx512 = triple.startswith("x86_64") and "+avx512f" in features.split(",")
     return has_avx512 and not name.startswith("znver")

@@ -14,7 +14,12 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import bytes_ahead, fetches_to_first, vector_registers
+from foo_ops.kernels.compiler.processor import (
+    bytes_ahead,
+    fetches_to_first,
+    reads_one_stream,
+    vector_registers,
+)
 from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.packing import make_left_packer, make_right_packer, on_matrix_unit
 from foo_ops.kernels.linear.product import (
@@ -33,11 +38,18 @@ from foo_ops.kernels.simd.memory import (
     load,
     pointer_to,
     prefetch_vectors,
+    prefetch_vectors_to_first,
     shift,
     store,
 )
 from foo_ops.kernels.simd.narrow import PAIRS
-from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.register_tiles import (
+    tile_dot,
+    tile_dot_along,
+    tile_store_sums,
+    tile_sum_columns,
+    tile_zero,
+)
 from foo_ops.kernels.simd.transpose import (
     make_copy_row,
     make_fill,
@@ -47,9 +59,10 @@ from foo_ops.kernels.simd.transpose import (
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Columns read at a time for one row, in the order of memory, while the next ones are prefetched
-# into L1 or L2 (`fetches_to_first`). Processors that fetch to L1 need prefetching only if numbers
-# are converted; otherwise their own prefetchers look far enough ahead. GB/s of weights that one
-# thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
+# into L1 or L2 (`fetches_to_first`); or one, see `make_is_stream`. Processors that fetch to L1, and
+# Intel's, need prefetching only if numbers are converted; otherwise their own prefetchers look far
+# enough ahead. GB/s of weights that one thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and
+# 25 on a Zen 4:
 #
 #                        Zen 5                 Zen 3                      Zen 4
 #                        float bfloat float    float bfloat float int8    float bfloat float int8
@@ -61,6 +74,11 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 #     8, to L2                                                               20     21    19   23
 #     8, not                                                                 21     21    21   16
 COLUMNS_OF_ROW = 4
+# Sums of a single column, so that none waits for the one before it: a line of memory is two vectors
+# of bfloat16, and four of int8, that are added one after the other.
+SUMS_OF_COLUMN = 4
+# Fewest bytes of weights that hardly come from a cache: see `make_is_stream`.
+LEAST_OF_STREAM = 2 << 20
 # Rows multiplied at a time; two rows are a group of their own. One by one, they took a Zen 4 1.38
 # (int8), 1.23 (int4 with rows of 8 bits) and 1.15 times as long (int4), for weights of 4096 x 4096.
 MOST_OF_GROUP, PAIR = 4, 2
@@ -79,6 +97,8 @@ class Tiles:
             left, depth, column)``, which stores the sums of adjacent columns of ``right``.
         columns_of_row: the number of columns multiplied by one row, or two, at a time.
         columns_of_group: the number of columns multiplied by several rows at a time.
+        make_stream_tile: ``make_stream_tile(ROWS)``: a tile of one column, for a stream of them
+            (`make_is_stream`), or None if columns are always read side by side.
         regions: ``regions(depth)`` describes the scratch memory of a tile.
         scale_sums: ``scale_sums(product, block, memory, width, panel)`` runs before the sums are
             written.
@@ -91,6 +111,7 @@ class Tiles:
     make_tile: Callable[[int, int], Callable]
     columns_of_row: int
     columns_of_group: int
+    make_stream_tile: Callable[[int], Callable] | None
     regions: Callable[[Any], dict[str, Any]]
     scale_sums: Callable
 
@@ -110,6 +131,16 @@ def make_tiles_ahead() -> Callable:
     return tiles_ahead
 
 
+def fetching_of(ROWS: int, COLUMNS: int) -> Callable:
+    """Return `prefetch_vectors` for a tile, or the same into L1.
+
+    Where columns from memory are read one by one, columns side by side are in L2: one thread of a
+    Granite Rapids takes 0.75 of the time for weights of 0.5 MB and 8 bits that it fetches to L1.
+    """
+    is_cached = reads_one_stream() and ROWS <= PAIR and COLUMNS > 1
+    return prefetch_vectors_to_first if is_cached else prefetch_vectors
+
+
 def make_stored_tiles(dtype: str) -> Tiles:
     """Make the tiles of a right matrix that has the left matrix's dtype."""
     in_products = vector_product_dtype(dtype)
@@ -126,12 +157,36 @@ def make_element_tiles(
     LANES = lanes_of(compute)
     VECTOR, SIZE = LANES * STEP, ELEMENTS[stored].size
     CONVERTS = loaded not in (left, PAIRS)
-    FETCHES = CONVERTS or not fetches_to_first()  # See `COLUMNS_OF_ROW`.
+    # See `COLUMNS_OF_ROW`.
+    FETCHES = CONVERTS or not (fetches_to_first() or reads_one_stream())
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
     copy_row, tiles_ahead = make_copy_row(compute), make_tiles_ahead()
 
-    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+    def begin_with_zeros(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def begin(rows, distance, vectors, whole, ahead):
+            return tile_zero(rows, ROWS, COLUMNS, LANES), 0
+
+        return begin
+
+    def begin_stream(ROWS: int, COLUMNS: int) -> Callable:
+        SUMS, RUN = SUMS_OF_COLUMN, SUMS_OF_COLUMN * LANES
+
+        @njit
+        def begin(rows, distance, vectors, whole, ahead):
+            total, stop = tile_zero(rows, ROWS, SUMS, LANES), whole // RUN * RUN
+            for step in range(0, stop, RUN):
+                prefetch_vectors(vectors, ahead + step, LANES, SUMS)
+                total = tile_dot_along(total, shift(rows, step), distance, shift(vectors, step))
+            return tile_sum_columns(total), stop
+
+        return begin
+
+    def make_tile(ROWS: int, COLUMNS: int, make_begin: Callable = begin_with_zeros) -> Callable:
+        """Make a tile; ``begin(...)`` returns its first sums, and the next step."""
+        begin, fetch = make_begin(ROWS, COLUMNS), fetching_of(ROWS, COLUMNS)
+
         @njit
         def tile(product, right, memory, sums, width, left, depth, column):
             stride = product.right_column_stride
@@ -139,13 +194,13 @@ def make_element_tiles(
             vectors, steps = as_right_products(address_of(right)), stride // STEP
             rows = as_left_products(address_of(left))
             whole = product.depth // VECTOR * LANES
-            total = tile_zero(sums, ROWS, COLUMNS, LANES)
-            ahead = steps * tiles_ahead(COLUMNS * stride * SIZE)
-            for step in range(0, whole, LANES):
+            ahead, distance = steps * tiles_ahead(COLUMNS * stride * SIZE), depth // STEP
+            total, first = begin(rows, distance, vectors, whole, ahead)
+            for step in range(first, whole, LANES):
                 if FETCHES:
-                    prefetch_vectors(vectors, COLUMNS * (ahead + step), LANES, COLUMNS)
+                    fetch(vectors, COLUMNS * (ahead + step), LANES, COLUMNS)
                 total = tile_dot(
-                    total, shift(rows, step), depth // STEP, shift(vectors, step), steps, None
+                    total, shift(rows, step), distance, shift(vectors, step), steps, None
                 )
             if whole * STEP < product.depth:
                 edges = as_stored(address_of(memory.edges))
@@ -154,11 +209,14 @@ def make_element_tiles(
                     count = product.depth - whole * STEP
                     copy_row(shift(edges, other * VECTOR), line, 1, count, VECTOR)
                 total = tile_dot(
-                    total, shift(rows, whole), depth // STEP,
+                    total, shift(rows, whole), distance,
                     as_right_products(address_of(edges)), LANES, None)  # fmt: skip
             tile_store_sums(total, sums, width)
 
         return tile
+
+    def make_stream_tile(ROWS: int) -> Callable:
+        return make_tile(ROWS, 1, begin_stream)
 
     def regions(depth: Any) -> dict[str, Any]:
         return {"edges": VECTOR * LANES}
@@ -169,18 +227,20 @@ def make_element_tiles(
 
     return Tiles(
         left, row_size, copy_row, arguments, make_tile, columns_of_row(CONVERTS),
-        columns_of_group(LANES, CONVERTS), regions, scale_sums,
+        columns_of_group(LANES, CONVERTS), make_stream_tile if CONVERTS else None,
+        regions, scale_sums,
     )  # fmt: skip
 
 
 def columns_of_row(converts: bool) -> int:
-    """Return the number of columns read at a time for one row.
+    """Return the number of columns read at a time for one row, or two: see `make_is_stream`.
 
     If numbers are converted and prefetched into L2, 8 columns are faster than 4 on a Zen 4: for
     float16 from memory, measured in turns, one thread reads 1.13 times and two threads 1.06 times
     as fast; int8 as fast.
     """
-    is_twice = converts and not fetches_to_first() and vector_registers() == 32
+    has_few_streams = fetches_to_first() or reads_one_stream()
+    is_twice = converts and not has_few_streams and vector_registers() == 32
     return 2 * COLUMNS_OF_ROW if is_twice else COLUMNS_OF_ROW
 
 
@@ -209,6 +269,25 @@ def columns_of_group(lanes: int, converts: bool) -> int:
     return columns_of_sums(lanes) if converts and fetches_to_first() else min(6, lanes)
 
 
+def make_is_stream(arguments: tuple[Any, ...]) -> Callable:
+    """Make ``is_stream(product)``: whether columns are read one by one, for one row, or two.
+
+    They are, where `reads_one_stream`, if the weights are too large for a cache and numbers are
+    converted. In L2, weights of 1 MB take a thread of a Granite Rapids 1.2 to 1.9 times as long in
+    this way, more if columns are short. From memory it reads float32, which is not converted, at
+    15.9 GB/s with 4 columns, and at 14.6 one by one.
+    """
+    SIZE = ELEMENTS[arguments[0].fields["right"].dtype].size
+
+    @njit
+    def is_stream(product):
+        # Columns may lie far apart.
+        elements = product.columns * min(product.right_column_stride, product.depth)
+        return elements * SIZE >= LEAST_OF_STREAM
+
+    return is_stream
+
+
 def make_few_rows_kernel(
     dtype: str, make_tiles: Callable[[str], Tiles] = make_stored_tiles, *, finish: str = NOTHING
 ) -> Kernel:
@@ -221,7 +300,7 @@ def make_few_rows_kernel(
     LANES, row_size = lanes_of(compute), tiles.row_size
     as_left, copy_row = pointer_to(tiles.left), tiles.copy_row
     write, PARTS = make_writer(dtype, finish), parts_of(finish)
-    scale_sums = tiles.scale_sums
+    scale_sums, is_stream = tiles.scale_sums, make_is_stream(tiles.arguments)
     GROUP, COLUMNS_OF_GROUP = min(MOST_OF_GROUP, LANES), tiles.columns_of_group
 
     @njit
@@ -240,9 +319,8 @@ def make_few_rows_kernel(
             **describe_lines(compute, finish),
         }
 
-    def make_row_of_tiles(ROWS: int, COLUMNS: int) -> Callable:
+    def make_row_of_tiles(ROWS: int, COLUMNS: int, tile: Callable) -> Callable:
         """Make the loop over whole tiles of columns, which returns the first column left over."""
-        tile = tiles.make_tile(ROWS, COLUMNS)
 
         @njit
         def row_of_tiles(product, block, right, memory, sums, rows, width, left, depth, start):
@@ -259,28 +337,47 @@ def make_few_rows_kernel(
 
         return row_of_tiles
 
-    (row_tiles, row_tile), (pair_tiles, pair_tile) = (
-        (make_row_of_tiles(ROWS, min(tiles.columns_of_row, LANES)), make_row_of_tiles(ROWS, 1))
-        for ROWS in (1, PAIR)
-    )
-    group_tiles, group_tile = (
-        make_row_of_tiles(GROUP, COLUMNS_OF_GROUP),
-        make_row_of_tiles(GROUP, 1),
-    )
+    def make_multiply_rows(ROWS: int, COLUMNS: int) -> Callable:
+        """Make the loop over all columns."""
+        several, single = (
+            make_row_of_tiles(ROWS, count, tiles.make_tile(ROWS, count)) for count in (COLUMNS, 1)
+        )
+
+        @njit
+        def multiply_rows(product, block, right, memory, sums, rows, width, left, depth):
+            column = several(product, block, right, memory, sums, rows, width, left, depth, 0)
+            single(product, block, right, memory, sums, rows, width, left, depth, column)
+
+        return multiply_rows
+
+    def make_multiply_few(ROWS: int) -> Callable:
+        side_by_side = make_multiply_rows(ROWS, min(tiles.columns_of_row, LANES))
+        if tiles.make_stream_tile is None or not reads_one_stream():
+            return side_by_side
+        one_by_one = make_row_of_tiles(ROWS, 1, tiles.make_stream_tile(ROWS))
+
+        @njit
+        def multiply_few(product, block, right, memory, sums, rows, width, left, depth):
+            if is_stream(product):
+                one_by_one(product, block, right, memory, sums, rows, width, left, depth, 0)
+            else:
+                side_by_side(product, block, right, memory, sums, rows, width, left, depth)
+
+        return multiply_few
+
+    multiply_row, multiply_pair = make_multiply_few(1), make_multiply_few(PAIR)
+    multiply_group = make_multiply_rows(GROUP, COLUMNS_OF_GROUP)
 
     @njit
     def multiply(product, block, right, memory, sums):
         rows, width, depth = sizes_of_block(product, block)
         left = as_left(address_of(memory.left))
         if rows == 1:
-            column = row_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
-            row_tile(product, block, right, memory, sums, rows, width, left, depth, column)
+            multiply_row(product, block, right, memory, sums, rows, width, left, depth)
         elif rows == PAIR:
-            column = pair_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
-            pair_tile(product, block, right, memory, sums, rows, width, left, depth, column)
+            multiply_pair(product, block, right, memory, sums, rows, width, left, depth)
         else:
-            column = group_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
-            group_tile(product, block, right, memory, sums, rows, width, left, depth, column)
+            multiply_group(product, block, right, memory, sums, rows, width, left, depth)
 
     def compute_block(product, block, memory):
         rows, width, depth = sizes_of_block(product, block)

@@ -18,6 +18,7 @@ instruction for each row. Rests of zeros that are no such integers are subtracte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from foo_ops.kernels.linear.few_rows import (
     Tiles,
     columns_of_group,
     columns_of_row,
+    fetching_of,
     make_few_rows_kernel,
     make_tiles_ahead,
 )
@@ -80,7 +82,6 @@ from foo_ops.kernels.simd.memory import (
     load_vector,
     pointer_to,
     prefetch,
-    prefetch_vectors,
     shift,
     store,
 )
@@ -301,6 +302,7 @@ def _make_row_tiles(dtype: str) -> Tiles:
     BYTES = LANE_BYTES * LANES
     as_bytes, as_quads = pointer_to("int8"), pointer_to(QUADS)
     as_integers = pointer_to("int32")
+    arguments = quantized_argument_types(dtype, "int8")
     largest, round_bytes, tiles_ahead = _make_largest(), _make_byte_rounder(), make_tiles_ahead()
 
     @njit
@@ -318,7 +320,10 @@ def _make_row_tiles(dtype: str) -> Tiles:
         store(begin, 0, types.int32(-BYTE_OFFSET * total))
         store(tail, LANES, scale)
 
+    @functools.cache
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        fetch = fetching_of(ROWS, COLUMNS)
+
         @njit
         def tile(product, right, memory, sums, width, left, depth, column):
             stride = product.right_column_stride
@@ -328,7 +333,7 @@ def _make_row_tiles(dtype: str) -> Tiles:
             ahead = COLUMNS * stride * tiles_ahead(COLUMNS * stride)
             whole = product.depth // BYTES * BYTES
             for step in range(0, whole, BYTES):
-                prefetch_vectors(right, ahead + COLUMNS * step, BYTES, COLUMNS)
+                fetch(right, ahead + COLUMNS * step, BYTES, COLUMNS)
                 total = tile_dot_bytes(
                     total, shift(rows, step // LANE_BYTES), depth, shift(right, step), stride, None
                 )
@@ -342,9 +347,9 @@ def _make_row_tiles(dtype: str) -> Tiles:
         return tile
 
     return Tiles(
-        COMPUTE, row_size, copy_row, quantized_argument_types(dtype, "int8"), make_tile,
-        columns_of_row(True), columns_of_group(LANES, False), lambda depth: {},
-        _make_scaler(row_size),
+        COMPUTE, row_size, copy_row, arguments, make_tile,
+        columns_of_row(True), columns_of_group(LANES, False), lambda ROWS: make_tile(ROWS, 1),
+        lambda depth: {}, _make_scaler(row_size),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +14,12 @@ from numba import njit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.lang.reduction import reduce_add
 from foo_ops.kernels.linear.few_rows import (
-    COLUMNS_OF_ROW,
     MOST_OF_GROUP,
     PAIR,
     Tiles,
+    columns_of_row,
     columns_of_sums,
+    fetching_of,
     make_element_tiles,
     make_few_rows_kernel,
     make_tiles_ahead,
@@ -69,7 +71,6 @@ from foo_ops.kernels.simd.memory import (
     load_vector,
     pointer_to,
     prefetch,
-    prefetch_vectors,
     shift,
     store,
 )
@@ -285,13 +286,15 @@ def make_group_tiles(
     SIZE = GROUP_SIZE // CODES_PER_BYTE
     # Groups in a vector of integers; if a group has several vectors, they share its scale.
     GROUPS = max(1, BYTES // SIZE)
-    COLUMNS_OF_GROUP = columns_of_sums(LANES)
+    COLUMNS_OF_ROW, COLUMNS_OF_GROUP = columns_of_row(False), columns_of_sums(LANES)
     as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(weights)
     row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
     tiles_ahead = make_tiles_ahead()
     make_dots = partial(_make_dots, GROUPS, of_numbers, CODES)
 
+    @functools.cache
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        fetch = fetching_of(ROWS, COLUMNS)
         ROWS_OF_FACTORS = 1 if CODES == TABLE4 else ROWS
         factors_of_columns = make_factors(ROWS_OF_FACTORS, COLUMNS)
         SUMS = ROWS_OF_FACTORS * COLUMNS
@@ -318,7 +321,7 @@ def make_group_tiles(
             right, count = shift(right, column * stride), product.depth // CODES_PER_BYTE
             whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
-                prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
+                fetch(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
                 total = add_dots(
                     total, product, shift(digits, byte * PER_BYTE), size, shift(right, byte),
                     stride, None, shift(factors, place_of_group(byte // SIZE)),
@@ -347,7 +350,7 @@ def make_group_tiles(
         copy_row = _make_row_copy(GROUP_SIZE, of_numbers, CODES, rounding)
     return Tiles(
         COMPUTE, row_size, copy_row, weights.arguments, make_tile, COLUMNS_OF_ROW,
-        COLUMNS_OF_GROUP, regions, scale_sums,
+        COLUMNS_OF_GROUP, lambda ROWS: make_tile(ROWS, 1), regions, scale_sums,
     )  # fmt: skip
 
 
@@ -664,7 +667,10 @@ def _make_8bit_group_tiles(dtype: str, stored: str, GROUP_SIZE: int) -> Tiles:
     arguments = _8bit_arguments(dtype, stored)
     tiles = make_element_tiles(compute, stored, stored, arguments, leave_sums)
 
+    @functools.cache
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        fetch = fetching_of(ROWS, COLUMNS)
+
         @njit
         def tile(product, right, memory, sums, width, left, depth, column):
             stride, of_scales = product.right_column_stride, product.scale_column_stride
@@ -677,7 +683,7 @@ def _make_8bit_group_tiles(dtype: str, stored: str, GROUP_SIZE: int) -> Tiles:
             for group in range(product.depth // GROUP_SIZE):
                 factors = tile_splat(shift(scales, group), of_scales, COLUMNS, LANES)
                 start = group * GROUP_SIZE
-                prefetch_vectors(right, ahead + COLUMNS * start, GROUP_SIZE, COLUMNS)
+                fetch(right, ahead + COLUMNS * start, GROUP_SIZE, COLUMNS)
                 for step in range(start, start + GROUP_SIZE, LANES):
                     total = tile_dot_scaled(
                         total, shift(left, step), depth, shift(right, step), stride, factors
@@ -689,6 +695,7 @@ def _make_8bit_group_tiles(dtype: str, stored: str, GROUP_SIZE: int) -> Tiles:
     return dataclasses.replace(
         tiles,
         make_tile=make_tile,
+        make_stream_tile=lambda ROWS: make_tile(ROWS, 1),
         columns_of_group=columns_of_sums(LANES),
         regions=lambda depth: {},
     )

@@ -162,6 +162,8 @@ def shifted(
 
 
 CACHE_LINE = 64
+FIRST, SECOND = 3, 2
+"""LLVM's numbers of the caches to prefetch into."""
 """The size of a cache line, in bytes."""
 
 
@@ -305,7 +307,7 @@ def prefetch(typing_context, pointer, index):
 
     def generate(context, builder, signature, args):
         # More lines can be in flight to L2 than to L1.
-        return _emit_prefetch(context, builder, pointer, args, 2)
+        return _emit_prefetch(context, builder, pointer, args, SECOND)
 
     return types.void(pointer, types.intp), generate
 
@@ -330,26 +332,37 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
+    return _prefetching(pointer, lanes, count, _near())
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_vectors_to_first(typing_context, pointer, index, lanes, count):
+    """Like `prefetch_vectors`, into L1."""
+    return _prefetching(pointer, lanes, count, FIRST)
+
+
+def _prefetching(pointer, lanes, count, level):
+    """Return the signature and the code that prefetches vectors into a cache."""
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
     elements = lanes.literal_value * count.literal_value
 
     def generate(context, builder, signature, args):
         for offset in range(0, elements, line):
             place = builder.add(args[1], args[1].type(offset))
-            _emit_prefetch(context, builder, pointer, (args[0], place), _near())
+            _emit_prefetch(context, builder, pointer, (args[0], place), level)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, lanes, count), generate
 
 
 def _near() -> int:
-    return 3 if fetches_to_first() else 2
+    return FIRST if fetches_to_first() else SECOND
 
 
 def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:
     element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
     address = builder.bitcast(element, INT8.as_pointer())
-    # Prefetch for reading, into L1 (3) or L2 (2), as data.
+    # Prefetch for reading, as data.
     options = [INT32(0), INT32(level), INT32(1)]
     types_ = [address.type, *(it.type for it in options)]
     function = cgutils.get_or_insert_function(

@@ -14,7 +14,9 @@
                                             for 2k and 2k + 1; b may be int8 or float8_e4m3fn
     tile_dot(tile, a, a_stride, b, b_stride, count) tile[i, j] += a[i-th row] * b[j-th row],
                                             vectors; either may be int8 or float8_e4m3fn
-    tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    the same, with b[j-th row] *
+    tile_dot_along(tile, a, a_stride, b)    tile[i, j] += a[i-th row, j-th vector] * b[j-th vector]
+    tile_sum_columns(tile)                  ROWS x 1 vectors: the sums of each row's vectors
+    tile_dot_scaled(tile, a, a_stride, b, b_stride, factors)    tile_dot, with b[j-th row] *
                                             factors[j, 0] in place of b[j-th row]
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
     tile_dot_bytes(tile, a, a_stride, b, b_stride, count)   tile_dot of int8x4 and int8, with
@@ -283,6 +285,44 @@ def tile_dot(typing_context, tile, a, a_stride, b, b_stride, count):
         return _add_dots(builder, tile, a.dtype, args[:3], vectors, _given(count, args[5]))
 
     return tile(tile, a, types.intp, b, types.intp, count), generate
+
+
+@intrinsic
+def tile_dot_along(typing_context, tile, a, a_stride, b):
+    multiply_add = _OF_PARTS.get(a.dtype, emit_fma)
+
+    def generate(context, builder, signature, args):
+        result, left, stride, right = args
+        for column in range(tile.columns):
+            first = INT64(column * tile.vector.lanes)
+            vector = _load_numbers(builder, tile, b.dtype, right, first)
+            for row in range(tile.rows):
+                position = row * tile.columns + column
+                index = builder.add(builder.mul(stride, INT64(row)), first)
+                factor = _load_numbers(builder, tile, a.dtype, left, index)
+                total = builder.extract_value(result, position)
+                value = multiply_add(builder, factor, vector, total)
+                result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, b), generate
+
+
+@intrinsic
+def tile_sum_columns(typing_context, tile):
+    sums = Tile(tile.rows, 1, tile.vector)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(sums), ir.Undefined)
+        for row in range(tile.rows):
+            first = row * tile.columns
+            total = builder.extract_value(args[0], first)
+            for position in range(first + 1, first + tile.columns):
+                total = builder.fadd(total, builder.extract_value(args[0], position))
+            result = builder.insert_value(result, total, row)
+        return result
+
+    return sums(tile), generate
 
 
 @intrinsic
