@@ -94,6 +94,7 @@ from foo_ops.kernels.simd.register_tiles import (
     tile_repeat,
     tile_store,
     tile_store_sums,
+    tile_zero,
 )
 from foo_ops.kernels.simd.transpose import (
     make_copy_row,
@@ -474,7 +475,8 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
 
     def compute_block(product, block, memory):
         (rows, columns, _, _), section = sizes_of_block(product, block), product.left_row_stride
-        fill(memory.sums, rows * columns, 0.0)
+        if product.depth == 0:
+            fill(memory.sums, rows * columns, 0.0)
         begin_products()
         for start in range(0, product.depth, section):
             for column in range(0, columns, WIDTH):
@@ -511,7 +513,9 @@ def _make_band(CODES: str, ROWS: int, WIDTH: int) -> Callable:
         )
         for column in range(0, WIDTH, VECTORS * LANES):
             target = shift(sums, row * WIDTH + column)
-            result = tile_load(target, WIDTH, ROWS, VECTORS, LANES)
+            result = tile_zero(target, ROWS, VECTORS, LANES)
+            if start > 0:
+                result = tile_load(target, WIDTH, ROWS, VECTORS, LANES)
             for cut in range((count + size - 1) // size):
                 begin, place = cut * size // LANE_BYTES, cut * WIDTH + column
                 total = add_products(
@@ -606,7 +610,9 @@ def _make_unit_band(CODES: str, WIDTH: int) -> tuple[Callable, Callable, Callabl
                         shift(products, band * WIDTH + column), WIDTH, ROWS_OF_UNIT, VECTORS, LANES
                     )
                     total = tile_add(total, shift(first_sums, place), 0)
-                    result = tile_load(target, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
+                    result = tile_zero(target, ROWS_OF_UNIT, VECTORS, LANES)
+                    if start > 0 or cut > 0:
+                        result = tile_load(target, WIDTH, ROWS_OF_UNIT, VECTORS, LANES)
                     result = tile_add_scaled(
                         result, total, shift(scales, band), shift(memory.scales, place)
                     )

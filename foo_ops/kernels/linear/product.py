@@ -232,7 +232,7 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
         value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
         return finished(value, load_vector(sums, start + part, LANES))
 
-    @njit
+    @njit(forceinline=True)
     def write_line(memory, target, sums, part, bias, count):
         whole = count // LANES * LANES
         for start in range(0, whole, LANES):
