@@ -17,7 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 import foo_ops
 from foo_ops.integrations.transformers import apply, restore
-from foo_ops.integrations.transformers.quantized import MANY_ROWS, SMALL
+from foo_ops.integrations.transformers.quantized import (
+    LEAST_OF_PART,
+    MANY_ROWS,
+    PARTS,
+    ROWS_FOR_ALL,
+    SMALL,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +165,25 @@ def test_single_numbers_are_seen(kind, sight):
         change_unseen(model)
         result, expected = SIGHTS[sight](model, input), quantised_again(model)(input)
     torch.testing.assert_close(result[:1], expected)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("rows", "most"), [(MANY_ROWS, PARTS + 1), (ROWS_FOR_ALL, 1)])
+def test_single_numbers_of_large_weights_are_seen_in_turns(rows, most, kind):
+    """Also the last numbers, which fill no eight bytes, wherever they are."""
+    inputs, outputs = 515, 1027
+    assert inputs * outputs * 4 // 8 > PARTS * LEAST_OF_PART
+    layer = Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs)
+    model, input = apply(nn.Sequential(layer).eval(), quantize=8), torch.randn(rows, inputs)
+    with torch.no_grad():
+        model(input)
+        for number in (0, inputs * outputs // 3, inputs * outputs - 1):
+            layer.weight.data.view(-1)[number] = 3.0 + number
+            found = sum(
+                not torch.equal(model(input), quantised_again(model)(input)) for _ in range(most)
+            )
+            assert found < most, number
+            assert torch.equal(model(input), quantised_again(model)(input))
 
 
 @pytest.mark.parametrize("index", [(3, 5), (0,), (20,), (slice(None), slice(3))])

@@ -47,6 +47,10 @@ from foo_ops.ops.linear_quantized import grad_of_weight, quantize_weight
 SMALL = 2**10
 """Weights with at most this many elements are compared as a whole."""
 SAMPLES = 256
+PARTS = 16
+"""Parts of a weight that are compared in turns."""
+LEAST_OF_PART = 2**14
+"""Integers of eight bytes in a part."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,16 +59,17 @@ class Numbers(NamedTuple):
 
     Attributes:
         sample: some of its elements.
-        total: the sum of all its bits, read as integers.
+        totals: the sums of all its bits, read as integers, in up to `PARTS` parts.
     """
 
     sample: Tensor
-    total: Tensor
+    totals: Tensor
 
     @classmethod
     def of(cls, weight: Tensor) -> Numbers:
         with torch.inference_mode(False), torch.no_grad():
-            return cls(sample_of(weight).clone(), total_of(weight))
+            totals = [part.sum() for part in parts_of(weight)]
+            return cls(sample_of(weight).clone(), torch.stack(totals))
 
     def may_be_of(self, weight: Tensor) -> bool:
         """Whether the weight has this sample; it may have moved to another device."""
@@ -116,17 +121,23 @@ def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[]
     return np.ndarray(sizes, f"u{item}", memory, strides=in_bytes).tobytes
 
 
-def total_of(weight: Tensor) -> Tensor:
-    """Sum the bits of a weight, read as int64 as far as possible."""
-    flat = weight.detach().reshape(-1)
+def parts_of(weight: Tensor) -> list[Tensor]:
+    """Return a weight's bits as integers, in up to `PARTS` parts, and what is left at the end."""
+    flat = (weight.t() if weight.t().is_contiguous() else weight).detach().reshape(-1)
     per_integer = 8 // flat.element_size()
     if flat.storage_offset() % per_integer:
         flat = flat.clone()
-    count = flat.numel() % per_integer
-    if count == 0:
-        return flat.view(torch.int64).sum()
-    whole, rest = flat[:-count].view(torch.int64), flat[-count:].view(INTEGERS[flat.element_size()])
-    return whole.sum() + rest.sum()
+    count = flat.numel() // per_integer * per_integer
+    integers, rest = flat[:count].view(torch.int64), flat[count:]
+    size = max(LEAST_OF_PART, -(-len(integers) // PARTS))
+    parts = [*integers.split(size), rest.view(INTEGERS[flat.element_size()])]
+    return [it for it in parts if len(it) > 0] or [integers]
+
+
+def memory_of(part: Tensor) -> Any:
+    """Return the array of a part's integers, which holds no reference to it."""
+    memory: Any = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
+    return np.frombuffer(memory, f"i{part.element_size()}")
 
 
 def note_of(weight: Tensor) -> Tensor:
@@ -140,7 +151,7 @@ class Source:
 
     Autograd's version counter shows writes to a tensor, and a tensor that replaces it has another
     address. Nothing counts writes through ``.data``, by which adapters are merged
-    (``weight.data += delta``): the sample shows them if most elements change, the total if any
+    (``weight.data += delta``): the sample shows them if most elements change, the totals if any
     does.
     """
 
@@ -160,6 +171,11 @@ class Source:
         self.layout = weight.shape, weight.stride(), weight.dtype
         self.sampled = sampled(weight)
         self.numbers = numbers
+        self.totals: list[int] = numbers.totals.tolist()
+        parts = parts_of(weight)
+        is_in_place = weight.is_cpu and weight.numel() > 0 and parts[0].data_ptr() == self.place
+        self.parts = list(map(memory_of, parts)) if is_in_place else []
+        self.next_part = 0
         sample = numbers.sample
         self.readers = weight.is_cpu and (
             reader(weight, *self.sampled),
@@ -190,9 +206,15 @@ class Source:
         now, noted = self.readers
         return now() == noted()
 
-    def holds_all(self, weight: Tensor) -> bool:
-        """Check the total of all elements in addition to `holds`."""
-        return self.holds(weight) and torch.equal(total_of(weight), self.numbers.total)
+    def holds_parts(self, weight: Tensor, count: int) -> bool:
+        """Check the totals of this many parts in addition to `holds`: of those that are next."""
+        if not self.holds(weight):
+            return False
+        parts = self.parts or parts_of(weight)
+        first, count = self.next_part, min(count, len(parts))
+        chosen = [(first + index) % len(parts) for index in range(count)]
+        self.next_part = first + count
+        return all(parts[it].sum() == self.totals[it] for it in chosen)
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -201,8 +223,9 @@ class Source:
 BITS = (8, 4)
 GROUP_SIZES = (64, 32)
 """For 4 bits, in the order in which they are tried: weights per scale and zero."""
-MANY_ROWS = 256
-"""From this many rows on, reading all of a weight takes a few percent of its product's time."""
+MANY_ROWS, ROWS_FOR_ALL = 256, 8192
+"""From how many rows on a product reads a part of the weight itself, and from how many on all of
+it: a few percent of the time. All of it takes 16 percent for 768 rows of bytes on a matrix unit."""
 
 lock = threading.RLock()
 """Held while copies are renewed, so that no other thread reads a half-written one."""
@@ -259,12 +282,12 @@ class Quantized(Replacement):
         """Check all of the weights before evaluation, also for compiled graphs."""
         made = super().train(mode)  # type: ignore[misc]
         if not mode:
-            self.renew(looks_at_all=True)
+            self.renew(PARTS)
         return made
 
-    def renew(self, looks_at_all: bool = False) -> None:
+    def renew(self, parts: int = 0) -> None:
         for copy in self.copies(self):  # type: ignore[arg-type]
-            renew(self, copy, looks_at_all)
+            renew(self, copy, parts)
 
     def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
         super()._load_from_state_dict(*arguments, **keywords)  # type: ignore[misc]
@@ -414,9 +437,9 @@ class FooQuantizedExperts(Quantized, FooExperts):
         if self.training or not is_ours or not (is_unwrapped(up) and is_unwrapped(down)):
             return super().forward(*arguments)
         # Each expert multiplies this many rows, on average.
-        looks_at_all = top_k_index.numel() >= MANY_ROWS * up.shape[0]
+        parts = parts_to_read(top_k_index.numel() // up.shape[0])
         copies = [
-            current_copy(self, copy, self._parameters[copy.weight], looks_at_all)
+            current_copy(self, copy, self._parameters[copy.weight], parts)
             for copy in self.copies(self)  # type: ignore[arg-type]
         ]
         options: Any = gate_of(self)
@@ -504,12 +527,15 @@ def as_matrix(weight: Tensor) -> Tensor:
 def copy_of_layer(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
     """Return the current copy of a linear layer's weight, for its input."""
     width = weight.shape[0] if isinstance(layer, Conv1D) else weight.shape[1]
-    return current_copy(layer, OF_LAYER, weight, input.numel() >= MANY_ROWS * width)
+    return current_copy(layer, OF_LAYER, weight, parts_to_read(input.numel() // max(1, width)))
 
 
-def current_copy(
-    module: Any, copy: Copy, weight: Tensor, looks_at_all: bool
-) -> tuple[Any, Any, Any]:
+def parts_to_read(rows: int) -> int:
+    """Return how many parts of a weight a product of so many rows compares."""
+    return 0 if rows < MANY_ROWS else max(1, PARTS * rows // ROWS_FOR_ALL)
+
+
+def current_copy(module: Any, copy: Copy, weight: Tensor, parts: int) -> tuple[Any, Any, Any]:
     """Return the copy of a module's weight, renewed first if the weight has changed."""
     own = module._buffers
     integers, scale, zero = copy.buffers
@@ -519,22 +545,25 @@ def current_copy(
     source = vars(module).get(copy.source)
     if len_dispatch_stack():
         with disable_current_modes():
-            renew(module, copy, looks_at_all)
-    elif looks_at_all or source is None or not source.holds(as_matrix(weight)):
-        renew(module, copy, looks_at_all)
+            renew(module, copy, parts)
+    elif parts > 0 or source is None or not source.holds(as_matrix(weight)):
+        renew(module, copy, parts)
     return own[integers], own[scale], own[zero]
 
 
-def renew(module: Any, copy: Copy, looks_at_all: bool = False) -> None:
-    """Renew a copy if the module's weight is no longer the one that was copied."""
+def renew(module: Any, copy: Copy, parts: int = 0) -> None:
+    """Renew a copy if the module's weight is no longer the one that was copied.
+
+    Args:
+        parts: how many parts of the weight are compared as a whole.
+    """
     weight = module._parameters.get(copy.weight)
     if not has_numbers(weight):
         return
     weight = turned(module, weight)
     with lock:
         source = vars(module).get(copy.source)
-        holds = source is not None and (source.holds_all if looks_at_all else source.holds)
-        if not holds or not holds(as_matrix(weight)):
+        if source is None or not source.holds_parts(as_matrix(weight), parts):
             _, scale, zero = (module._buffers[name] for name in copy.buffers)
             group_size = None if zero is None else weight.shape[-1] // scale.shape[-1]
             make_copy(module, copy, weight, group_size)

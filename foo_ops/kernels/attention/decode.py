@@ -43,7 +43,7 @@ from foo_ops.kernels.simd.memory import (
     load_repeated,
     load_vector,
     pointer_to,
-    prefetch_near,
+    prefetch_in_stream,
     shift,
     store,
 )
@@ -187,10 +187,10 @@ def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
     def prefetch_lines(later, stride, columns, column):
         if stride == columns:
             for line in range(LINES):
-                prefetch_near(later, column * ROWS + line * LINE)
+                prefetch_in_stream(later, column * ROWS + line * LINE)
         else:
             for row in range(ROWS):
-                prefetch_near(later, row * stride + column)
+                prefetch_in_stream(later, row * stride + column)
 
     return prefetch_lines
 

@@ -57,10 +57,19 @@ def vector_registers() -> int:
 
 
 def fetches_to_first() -> bool:
-    """Whether kernels prefetch into L1; otherwise they prefetch into L2.
+    """Whether kernels prefetch rows that they look up into L1; otherwise into L2.
 
-    AMD's processors before Zen 5, with 32 KB of L1, can fetch more lines into L2 at a time, and so
-    can Intel's with AVX-512. One thread reads in GB/s, a Zen 4 of 25, a Granite Rapids of 15:
+    AMD's processors before Zen 5, with 32 KB of L1, can fetch more lines into L2 at a time. For
+    bags of an embedding, a Zen 5 took 110 us with L1, and 146 with L2; a Granite Rapids 2.0 ms and
+    2.7.
+    """
+    return target()[1] not in ("znver1", "znver2", "znver3", "znver4")
+
+
+def fetches_streams_to_first() -> bool:
+    """Whether kernels prefetch what they read in order into L1; otherwise into L2.
+
+    One thread reads in GB/s, a Zen 4 of 25, a Granite Rapids of 15:
 
                                               Zen 4              Granite Rapids
                                          into L1   into L2     into L1   into L2
@@ -71,12 +80,9 @@ def fetches_to_first() -> bool:
                                bfloat16       18        23        11.4      13.6
                                float16        15        19
                                int8           13        24        10.6      11.8
-        four rows,             float16        11        22
-
-    A Zen 5 took 110 us for bags of an embedding with L1, and 146 with L2.
+        four rows,             float16        11        22         7.9      12.1
     """
-    is_amd_before_zen5 = target()[1] in ("znver1", "znver2", "znver3", "znver4")
-    return not is_amd_before_zen5 and not _is_intel_with_avx512()
+    return fetches_to_first() and not _is_intel_with_avx512()
 
 
 def bytes_ahead() -> int:
@@ -87,7 +93,7 @@ def bytes_ahead() -> int:
     next tile, and 22 with 8 KB or 16 KB. A Granite Rapids reads 13.9 GB/s of bfloat16 weights with
     8 KB, 13.2 with 16 KB.
     """
-    return 8192 if fetches_to_first() or _is_intel_with_avx512() else 16384
+    return 8192 if fetches_to_first() else 16384
 
 
 def reads_one_stream() -> bool:

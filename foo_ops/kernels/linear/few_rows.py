@@ -16,6 +16,7 @@ from numba import njit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import (
     bytes_ahead,
+    fetches_streams_to_first,
     fetches_to_first,
     reads_one_stream,
     vector_registers,
@@ -38,7 +39,7 @@ from foo_ops.kernels.simd.memory import (
     load,
     pointer_to,
     prefetch_vectors,
-    prefetch_vectors_to_first,
+    prefetch_vectors_in_stream,
     shift,
     store,
 )
@@ -59,10 +60,10 @@ from foo_ops.kernels.simd.transpose import (
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Columns read at a time for one row, in the order of memory, while the next ones are prefetched
-# into L1 or L2 (`fetches_to_first`); or one, see `make_is_stream`. Processors that fetch to L1, and
-# Intel's, need prefetching only if numbers are converted; otherwise their own prefetchers look far
-# enough ahead. GB/s of weights that one thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and
-# 25 on a Zen 4:
+# into L1 or L2 (`fetches_streams_to_first`); or one, see `make_is_stream`. Processors with a large
+# L1 need prefetching only if numbers are converted; otherwise their own prefetchers look far enough
+# ahead. GB/s of weights that one thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on
+# a Zen 4:
 #
 #                        Zen 5                 Zen 3                      Zen 4
 #                        float bfloat float    float bfloat float int8    float bfloat float int8
@@ -132,13 +133,13 @@ def make_tiles_ahead() -> Callable:
 
 
 def fetching_of(ROWS: int, COLUMNS: int) -> Callable:
-    """Return `prefetch_vectors` for a tile, or the same into L1.
+    """Return the function that prefetches a tile's vectors: into L1, or as those of a stream.
 
     Where columns from memory are read one by one, columns side by side are in L2: one thread of a
     Granite Rapids takes 0.75 of the time for weights of 0.5 MB and 8 bits that it fetches to L1.
     """
     is_cached = reads_one_stream() and ROWS <= PAIR and COLUMNS > 1
-    return prefetch_vectors_to_first if is_cached else prefetch_vectors
+    return prefetch_vectors if is_cached else prefetch_vectors_in_stream
 
 
 def make_stored_tiles(dtype: str) -> Tiles:
@@ -158,7 +159,7 @@ def make_element_tiles(
     VECTOR, SIZE = LANES * STEP, ELEMENTS[stored].size
     CONVERTS = loaded not in (left, PAIRS)
     # See `COLUMNS_OF_ROW`.
-    FETCHES = CONVERTS or not (fetches_to_first() or reads_one_stream())
+    FETCHES = CONVERTS or not fetches_to_first()
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
     copy_row, tiles_ahead = make_copy_row(compute), make_tiles_ahead()
@@ -177,7 +178,7 @@ def make_element_tiles(
         def begin(rows, distance, vectors, whole, ahead):
             total, stop = tile_zero(rows, ROWS, SUMS, LANES), whole // RUN * RUN
             for step in range(0, stop, RUN):
-                prefetch_vectors(vectors, ahead + step, LANES, SUMS)
+                prefetch_vectors_in_stream(vectors, ahead + step, LANES, SUMS)
                 total = tile_dot_along(total, shift(rows, step), distance, shift(vectors, step))
             return tile_sum_columns(total), stop
 
@@ -239,8 +240,7 @@ def columns_of_row(converts: bool) -> int:
     float16 from memory, measured in turns, one thread reads 1.13 times and two threads 1.06 times
     as fast; int8 as fast.
     """
-    has_few_streams = fetches_to_first() or reads_one_stream()
-    is_twice = converts and not has_few_streams and vector_registers() == 32
+    is_twice = converts and not fetches_to_first() and vector_registers() == 32
     return 2 * COLUMNS_OF_ROW if is_twice else COLUMNS_OF_ROW
 
 
@@ -266,7 +266,7 @@ def columns_of_group(lanes: int, converts: bool) -> int:
     """
     if vector_registers() == 16:
         return columns_of_sums(lanes) if converts else min(3, lanes)
-    return columns_of_sums(lanes) if converts and fetches_to_first() else min(6, lanes)
+    return columns_of_sums(lanes) if converts and fetches_streams_to_first() else min(6, lanes)
 
 
 def make_is_stream(arguments: tuple[Any, ...]) -> Callable:

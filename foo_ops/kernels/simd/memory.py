@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.compiler.processor import fetches_to_first
+from foo_ops.kernels.compiler.processor import fetches_streams_to_first, fetches_to_first
 from foo_ops.kernels.simd.types import (
     COMPLEX_PARTS,
     ELEMENTS,
@@ -313,11 +313,11 @@ def prefetch(typing_context, pointer, index):
 
 
 @intrinsic
-def prefetch_near(typing_context, pointer, index):
-    """Prefetch an element into the cache that `fetches_to_first` chooses. It need not exist."""
+def prefetch_in_stream(typing_context, pointer, index):
+    """Prefetch an element of a stream: into L1 or L2, by `fetches_streams_to_first`."""
 
     def generate(context, builder, signature, args):
-        return _emit_prefetch(context, builder, pointer, args, _near())
+        return _emit_prefetch(context, builder, pointer, args, _of_streams())
 
     return types.void(pointer, types.intp), generate
 
@@ -332,13 +332,13 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
-    return _prefetching(pointer, lanes, count, _near())
+    return _prefetching(pointer, lanes, count, FIRST if fetches_to_first() else SECOND)
 
 
 @intrinsic(prefer_literal=True)
-def prefetch_vectors_to_first(typing_context, pointer, index, lanes, count):
-    """Like `prefetch_vectors`, into L1."""
-    return _prefetching(pointer, lanes, count, FIRST)
+def prefetch_vectors_in_stream(typing_context, pointer, index, lanes, count):
+    """Prefetch vectors as `prefetch_in_stream` does elements."""
+    return _prefetching(pointer, lanes, count, _of_streams())
 
 
 def _prefetching(pointer, lanes, count, level):
@@ -355,8 +355,8 @@ def _prefetching(pointer, lanes, count, level):
     return types.void(pointer, types.intp, lanes, count), generate
 
 
-def _near() -> int:
-    return FIRST if fetches_to_first() else SECOND
+def _of_streams() -> int:
+    return FIRST if fetches_streams_to_first() else SECOND
 
 
 def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:

@@ -57,8 +57,8 @@ bool is_on_matrix_unit(at::ScalarType dtype) {
 
 // Where there is a matrix unit, a row is multiplied on vectors: they read weights from memory in
 // their order, at 13.3 to 15.4 GB/s (24.4 to 29.7 on two threads) of a Granite Rapids, registers of
-// the unit at 12 to 14 (20.8 to 24.3). A small right matrix is likely to be in the caches; there two
-// rows of 64 and weights of 64 x 64 take 3.2 us on vectors and 4.1 on the unit.
+// the unit at 12 to 14 (20.8 to 24.3). A small right matrix is likely to be in the caches; there
+// two rows of 64 and weights of 64 x 64 take 3.2 us on vectors and 4.1 on the unit.
 constexpr int64_t kRowsOfVectors = 2, kSmallMatrix = 1 << 18;
 
 Kernels& few_rows_kernels(const Product& product, at::ScalarType dtype) {
