@@ -166,8 +166,8 @@ def make_element_tiles(
 
     def begin_with_zeros(ROWS: int, COLUMNS: int) -> Callable:
         @njit
-        def begin(rows, distance, vectors, whole, ahead):
-            return tile_zero(rows, ROWS, COLUMNS, LANES), 0
+        def begin(sums, rows, distance, vectors, whole, ahead):
+            return tile_zero(sums, ROWS, COLUMNS, LANES), 0
 
         return begin
 
@@ -175,8 +175,8 @@ def make_element_tiles(
         SUMS, RUN = SUMS_OF_COLUMN, SUMS_OF_COLUMN * LANES
 
         @njit
-        def begin(rows, distance, vectors, whole, ahead):
-            total, stop = tile_zero(rows, ROWS, SUMS, LANES), whole // RUN * RUN
+        def begin(sums, rows, distance, vectors, whole, ahead):
+            total, stop = tile_zero(sums, ROWS, SUMS, LANES), whole // RUN * RUN
             for step in range(0, stop, RUN):
                 prefetch_vectors_in_stream(vectors, ahead + step, LANES, SUMS)
                 total = tile_dot_along(total, shift(rows, step), distance, shift(vectors, step))
@@ -196,7 +196,7 @@ def make_element_tiles(
             rows = as_left_products(address_of(left))
             whole = product.depth // VECTOR * LANES
             ahead, distance = steps * tiles_ahead(COLUMNS * stride * SIZE), depth // STEP
-            total, first = begin(rows, distance, vectors, whole, ahead)
+            total, first = begin(sums, rows, distance, vectors, whole, ahead)
             for step in range(first, whole, LANES):
                 if FETCHES:
                     fetch(vectors, COLUMNS * (ahead + step), LANES, COLUMNS)
