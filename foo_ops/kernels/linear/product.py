@@ -232,6 +232,7 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
         value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
         return finished(value, load_vector(sums, start + part, LANES))
 
+    # A line of a panel is a vector or two, for which a call takes long.
     @njit(forceinline=True)
     def write_line(memory, target, sums, part, bias, count):
         whole = count // LANES * LANES

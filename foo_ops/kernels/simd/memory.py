@@ -162,9 +162,9 @@ def shifted(
 
 
 CACHE_LINE = 64
+"""The size of a cache line, in bytes."""
 FIRST, SECOND = 3, 2
 """LLVM's numbers of the caches to prefetch into."""
-"""The size of a cache line, in bytes."""
 
 
 @functools.cache
@@ -332,27 +332,34 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
-    return _prefetching(pointer, lanes, count, FIRST if fetches_to_first() else SECOND)
+    return _prefetching(pointer, lanes, count, _of_lookups)
 
 
 @intrinsic(prefer_literal=True)
 def prefetch_vectors_in_stream(typing_context, pointer, index, lanes, count):
     """Prefetch vectors as `prefetch_in_stream` does elements."""
-    return _prefetching(pointer, lanes, count, _of_streams())
+    return _prefetching(pointer, lanes, count, _of_streams)
 
 
-def _prefetching(pointer, lanes, count, level):
-    """Return the signature and the code that prefetches vectors into a cache."""
+def _prefetching(pointer, lanes, count, level_of):
+    """Return the signature and the code that prefetches vectors into a cache.
+
+    Numba keeps that code, but calls it for each processor: so ``level_of`` is called there.
+    """
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
     elements = lanes.literal_value * count.literal_value
 
     def generate(context, builder, signature, args):
         for offset in range(0, elements, line):
             place = builder.add(args[1], args[1].type(offset))
-            _emit_prefetch(context, builder, pointer, (args[0], place), level)
+            _emit_prefetch(context, builder, pointer, (args[0], place), level_of())
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, lanes, count), generate
+
+
+def _of_lookups() -> int:
+    return FIRST if fetches_to_first() else SECOND
 
 
 def _of_streams() -> int:
