@@ -28,9 +28,6 @@ from support.parts import part, part_of
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "tests/operators/test_matrix.py",
-    "tests/operators/test_linear.py",
-    "tests/operators/test_quantized_linear.py",
-    "tests/operators/test_rounded_rows.py",
     "tests/operators/flex/test_variants.py",
     "tests/library/test_elementwise.py",
     "tests/library/test_math_functions.py",
@@ -44,8 +41,6 @@ PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
 # Products of tiles, in float32, bfloat16 and all integers that are not multiplied one by one.
 TILES = ("test_strides", "test_integers")
-# Weights that processors with few streams read in another order than small ones.
-LARGE = ("weights_that_fit_no_cache",)
 # Scores of columns that only pad a product.
 PADDING = "poisoned_zeros-torch."
 # Functions, limbs, and products in limbs, from which kernels are built.
@@ -72,7 +67,7 @@ class Combination:
         """Return the tests as an expression for pytest's option -k."""
         words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
         words += [f"{PADDING}{it}" for it in self.dtypes if it != "float64"]
-        return " or ".join([*words, *TILES, *LARGE, *(VOCABULARY if self.vocabulary else ())])
+        return " or ".join([*words, *TILES, *(VOCABULARY if self.vocabulary else ())])
 
 
 @dataclass(frozen=True)
