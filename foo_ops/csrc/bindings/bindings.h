@@ -9,6 +9,9 @@ namespace foo {
 // tests/project/test_agreement.py compares them with foo_ops/kernels.
 void bind_agreement(pybind11::module_& module);
 
+// Binds functions that look for changes of a weight.
+void bind_fingerprints(pybind11::module_& module);
+
 // Binds plans of calls: their parallel loops, and how threads share the jobs.
 void bind_plans(pybind11::module_& module);
 

@@ -350,6 +350,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled companion of foo_ops.";
   bind_operators(module);
   bind_device(module);
+  foo::bind_fingerprints(module);
   foo::graphs::bind_programs(module);
   foo::sanitizer::bind_sanitizer(module);
   const auto operators = foo::all_operators();

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
+from foo_ops._C import holds_sample, sum_of_bits
 from foo_ops.compat import disable_current_modes, is_functorch_wrapped_tensor, len_dispatch_stack
 from foo_ops.integrations.transformers.experts import (
     FooExperts,
@@ -49,9 +48,8 @@ SMALL = 2**10
 SAMPLES = 256
 PARTS = 16
 """Parts of a weight that are compared in turns."""
-LEAST_OF_PART = 2**14
-"""Integers of eight bytes in a part."""
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+LEAST_OF_PART = 2**15
+"""Elements of a part."""
 
 
 class Numbers(NamedTuple):
@@ -59,17 +57,18 @@ class Numbers(NamedTuple):
 
     Attributes:
         sample: some of its elements.
-        totals: the sums of all its bits, read as integers, in up to `PARTS` parts.
+        totals: the sum of all bits of each part, in the order of memory.
     """
 
     sample: Tensor
-    totals: Tensor
+    totals: list[int]
 
     @classmethod
     def of(cls, weight: Tensor) -> Numbers:
         with torch.inference_mode(False), torch.no_grad():
-            totals = [part.sum() for part in parts_of(weight)]
-            return cls(sample_of(weight).clone(), torch.stack(totals))
+            memory = readable(weight)
+            totals = [sum_of_bits(memory, *part) for part in parts_of(weight)]
+            return cls(sample_of(weight).clone(), totals)
 
     def may_be_of(self, weight: Tensor) -> bool:
         """Whether the weight has this sample; it may have moved to another device."""
@@ -78,7 +77,7 @@ class Numbers(NamedTuple):
         return torch.equal(sample_of(weight), self.sample.to(weight.device))
 
     def to(self, device: torch.device) -> Numbers:
-        return Numbers(*(it.to(device) for it in self))
+        return Numbers(self.sample.to(device), self.totals)
 
 
 def sample_of(weight: Tensor) -> Tensor:
@@ -92,9 +91,11 @@ def sampled(weight: Tensor) -> Any:
     last element, so that appended rows (new tokens) are noticed.
     """
     (rows, columns), (row, column) = weight.shape, weight.stride()
+    if weight.numel() <= SMALL and is_dense(weight):
+        return (weight.numel(),), (1,), weight.storage_offset()
     if weight.numel() <= SMALL:
         return weight.shape, weight.stride(), weight.storage_offset()
-    if weight.is_contiguous() or weight.t().is_contiguous():
+    if is_dense(weight):
         width = max(row, column)
         step = weight.numel() // SAMPLES
         # Without a common divisor, successive rows are sampled in different columns.
@@ -108,36 +109,24 @@ def sampled(weight: Tensor) -> Any:
     return (count,), (step,), last - (count - 1) * step
 
 
-def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[], bytes]:
-    """Make a function that reads part of a CPU tensor, and holds no reference to it.
-
-    A call takes a third of a microsecond; a view and `torch.equal` take two.
-    """
-    item = tensor.element_size()
-    length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
-    start = tensor.untyped_storage().data_ptr() + offset * item
-    memory: Any = (ctypes.c_char * (item * length if tensor.numel() else 0)).from_address(start)
-    in_bytes = [item * it for it in strides]
-    return np.ndarray(sizes, f"u{item}", memory, strides=in_bytes).tobytes
+def is_dense(weight: Tensor) -> bool:
+    """Whether a matrix's memory has no gaps."""
+    return weight.is_contiguous() or weight.t().is_contiguous()
 
 
-def parts_of(weight: Tensor) -> list[Tensor]:
-    """Return a weight's bits as integers, in up to `PARTS` parts, and what is left at the end."""
-    flat = (weight.t() if weight.t().is_contiguous() else weight).detach().reshape(-1)
-    per_integer = 8 // flat.element_size()
-    if flat.storage_offset() % per_integer:
-        flat = flat.clone()
-    count = flat.numel() // per_integer * per_integer
-    integers, rest = flat[:count].view(torch.int64), flat[count:]
-    size = max(LEAST_OF_PART, -(-len(integers) // PARTS))
-    parts = [*integers.split(size), rest.view(INTEGERS[flat.element_size()])]
-    return [it for it in parts if len(it) > 0] or [integers]
+def readable(weight: Tensor) -> Tensor:
+    """Return a weight whose memory a CPU can read, and has no gaps: itself or a copy."""
+    if weight.is_cpu and is_dense(weight):
+        return weight
+    memory = weight.detach().cpu()
+    return memory if is_dense(memory) else memory.contiguous()
 
 
-def memory_of(part: Tensor) -> Any:
-    """Return the array of a part's integers, which holds no reference to it."""
-    memory: Any = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
-    return np.frombuffer(memory, f"i{part.element_size()}")
+def parts_of(weight: Tensor) -> list[tuple[int, int]]:
+    """Return the first element and the number of elements of up to `PARTS` parts."""
+    count = weight.numel()
+    size = max(LEAST_OF_PART, -(-count // PARTS))
+    return [(first, min(size, count - first)) for first in range(0, count, size)]
 
 
 def note_of(weight: Tensor) -> Tensor:
@@ -171,16 +160,12 @@ class Source:
         self.layout = weight.shape, weight.stride(), weight.dtype
         self.sampled = sampled(weight)
         self.numbers = numbers
-        self.totals: list[int] = numbers.totals.tolist()
-        parts = parts_of(weight)
-        is_in_place = weight.is_cpu and weight.numel() > 0 and parts[0].data_ptr() == self.place
-        self.parts = list(map(memory_of, parts)) if is_in_place else []
+        (*_, step), first = self.sampled[1:]
+        self.first, self.step = first - weight.storage_offset(), step
+        # Tensors with gaps, or on other devices, are read by operators.
+        self.is_readable = weight.is_cpu and is_dense(weight)
+        self.parts = parts_of(weight)
         self.next_part = 0
-        sample = numbers.sample
-        self.readers = weight.is_cpu and (
-            reader(weight, *self.sampled),
-            reader(sample, sample.shape, sample.stride(), sample.storage_offset()),
-        )
         self.note = note_of(weight)
         """Address, place and version in a tensor, for compiled graphs."""
         if not is_current:
@@ -190,31 +175,41 @@ class Source:
     def of(cls, weight: Tensor) -> Source:
         return cls(weight, Numbers.of(weight))
 
-    def holds(self, weight: Tensor) -> bool:
-        """Whether this is the noted weight, with the same version and sample."""
+    def holds(self, weight: Tensor, parts: int = 0) -> bool:
+        """Whether this is the noted weight, with the same version and numbers.
+
+        Args:
+            weight: a matrix.
+            parts: how many parts are compared in addition to the sample.
+        """
         return (
             weight.untyped_storage()._cdata == self.address
             and weight.data_ptr() == self.place
             and (self.version is None or weight._version == self.version)
             and (weight.shape, weight.stride(), weight.dtype) == self.layout
             and self.holds_sample(weight)
+            and (parts == 0 or self.holds_parts(weight, parts))
         )
 
     def holds_sample(self, weight: Tensor) -> bool:
-        if not self.readers:
-            return torch.equal(weight.as_strided(*self.sampled), self.numbers.sample)
-        now, noted = self.readers
-        return now() == noted()
+        sample = self.numbers.sample
+        if self.is_readable:
+            return holds_sample(weight, self.first, self.step, sample)
+        return torch.equal(weight.as_strided(*self.sampled), sample)
 
     def holds_parts(self, weight: Tensor, count: int) -> bool:
-        """Check the totals of this many parts in addition to `holds`: of those that are next."""
-        if not self.holds(weight):
-            return False
-        parts = self.parts or parts_of(weight)
-        first, count = self.next_part, min(count, len(parts))
-        chosen = [(first + index) % len(parts) for index in range(count)]
-        self.next_part = first + count
-        return all(parts[it].sum() == self.totals[it] for it in chosen)
+        """Check the totals of this many parts, from the next one on.
+
+        It stays at a part that has changed, until a copy is made of the weight.
+        """
+        memory = weight if self.is_readable else readable(weight)
+        parts, totals = self.parts, self.numbers.totals
+        for _ in range(min(count, len(parts))):
+            part = self.next_part % len(parts)
+            if sum_of_bits(memory, *parts[part]) != totals[part]:
+                return False
+            self.next_part = part + 1
+        return True
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -546,7 +541,7 @@ def current_copy(module: Any, copy: Copy, weight: Tensor, parts: int) -> tuple[A
     if len_dispatch_stack():
         with disable_current_modes():
             renew(module, copy, parts)
-    elif parts > 0 or source is None or not source.holds(as_matrix(weight)):
+    elif source is None or not source.holds(as_matrix(weight), parts):
         renew(module, copy, parts)
     return own[integers], own[scale], own[zero]
 
@@ -563,7 +558,7 @@ def renew(module: Any, copy: Copy, parts: int = 0) -> None:
     weight = turned(module, weight)
     with lock:
         source = vars(module).get(copy.source)
-        if source is None or not source.holds_parts(as_matrix(weight), parts):
+        if source is None or not source.holds(as_matrix(weight), parts):
             _, scale, zero = (module._buffers[name] for name in copy.buffers)
             group_size = None if zero is None else weight.shape[-1] // scale.shape[-1]
             make_copy(module, copy, weight, group_size)
