@@ -34,6 +34,7 @@ __all__ = [
     "linear_int8",
     "linear_mxfp4",
     "linear_silu_mul",
+    "linear_silu_mul_quantized",
     "linear_table4",
     "moe_experts",
     "moe_experts_quantized",

@@ -98,8 +98,14 @@ _OWN = (
         for it in _GROUP_SIZES
     ),
     OwnKernel("integer_rows", INTEGER_ROWS),
-    OwnKernel("integer_product.int8", INTEGER_INT8_PRODUCT),
-    OwnKernel("integer_product.int4", INTEGER_INT4_PRODUCT),
+    *(
+        kernel
+        for name, maker in (("int8", INTEGER_INT8_PRODUCT), ("int4", INTEGER_INT4_PRODUCT))
+        for kernel in (
+            OwnKernel(f"integer_product.{name}", maker),
+            OwnKernel(f"integer_product.{name}.silu_mul", maker, {"finish": "silu_mul"}),
+        )
+    ),
     OwnKernel("integer_few_rows.int8", INTEGER_INT8_FEW_ROWS),
     *(
         OwnKernel(f"integer_few_rows.{name}.{it}", maker, {"group_size": it})

@@ -26,6 +26,7 @@ from foo_ops.ops.linear_quantized import (
     linear_int8,
     quantize_weight,
 )
+from foo_ops.ops.linear_silu_mul_quantized import linear_silu_mul_quantized
 from foo_ops.ops.linear_table4 import linear_table4
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
@@ -52,6 +53,7 @@ __all__ = [
     "linear_int8",
     "linear_mxfp4",
     "linear_silu_mul",
+    "linear_silu_mul_quantized",
     "linear_table4",
     "moe_experts",
     "moe_experts_quantized",

@@ -27,6 +27,8 @@ void bind_linear_checks(py::module_& module) {
   module.def("check_linear_backward", torch::wrap_pybind_function(check_linear_backward));
   module.def("check_linear_int8", torch::wrap_pybind_function(check_linear_int8));
   module.def("check_linear_int4", torch::wrap_pybind_function(check_linear_int4));
+  module.def("check_linear_silu_mul_quantized",
+             torch::wrap_pybind_function(check_linear_silu_mul_quantized));
   module.def("check_linear_fp8", torch::wrap_pybind_function(check_linear_fp8));
   module.def("check_linear_mxfp4", torch::wrap_pybind_function(check_linear_mxfp4));
   module.def("check_linear_table4", torch::wrap_pybind_function(check_linear_table4));

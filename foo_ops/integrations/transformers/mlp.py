@@ -1,9 +1,10 @@
-"""foo::linear_silu_mul and foo::silu_mul in SwiGLUs, foo::linear_activation in other MLPs."""
+"""foo::linear_silu_mul, foo::linear_silu_mul_quantized and foo::silu_mul in SwiGLUs, and
+foo::linear_activation in other MLPs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -18,7 +19,14 @@ from foo_ops.integrations.transformers.linear import (
     lone_parameters,
     lone_weight,
 )
-from foo_ops.integrations.transformers.quantized import FooJoined, products
+from foo_ops.integrations.transformers.quantized import (
+    FooJoined,
+    Operands,
+    gated_product,
+    joint_operands,
+    lone_operands,
+    quantized_product,
+)
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
     can_multiply,
@@ -51,7 +59,18 @@ def gated(module: nn.Module, input: Tensor) -> Tensor:
         and can_multiply(input, gate_weight, up_weight)
     ):
         return linear_silu_mul(input, gate_weight, up_weight)
-    return silu_mul(*products(module, GATE_AND_UP, input))
+    joint = joint_operands(module, GATE_AND_UP, input)
+    if joint is None:
+        return silu_mul(*(layers[name](input) for name in GATE_AND_UP))  # type: ignore[misc]
+    return gated_in_one(input, *joint)
+
+
+def gated_in_one(input: Tensor, operands: Operands, rows: Sequence[int]) -> Tensor:
+    """Compute the same from one weight with the rows of gate and up."""
+    result = gated_product(input, operands)
+    if result is None:
+        return silu_mul(*quantized_product(input, *operands).split_with_sizes(rows, -1))
+    return result
 
 
 def has_layers(module: nn.Module, names: set[str]) -> bool:
@@ -130,7 +149,11 @@ class FooPackedMLP(Replacement):
     def forward(self, hidden_states: Tensor) -> Any:
         if not is_taken(hidden_states):
             return super().forward(hidden_states)  # type: ignore[misc]
-        return self.down_proj(silu_mul(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+        operands = lone_operands(self.gate_up_proj, hidden_states)
+        if operands is None:
+            return self.down_proj(silu_mul(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+        rows = [len(operands.weight) // 2] * 2
+        return self.down_proj(gated_in_one(hidden_states, operands, rows))
 
 
 # ---------------------------------------------------------------------------- other activations

@@ -37,6 +37,7 @@ from foo_ops.ops.experts.mixture import moe_experts
 from foo_ops.ops.experts.quantized import dequantized, moe_experts_quantized
 from foo_ops.ops.linear import any_requires_grad
 from foo_ops.ops.linear_quantized import grad_of_weight, quantize_weight
+from foo_ops.ops.linear_silu_mul_quantized import linear_silu_mul_quantized
 
 # -------------------------------------------------------------------------------- sources of copies
 
@@ -817,6 +818,17 @@ def layout_of(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape[1:], tensor.dtype, tensor.device)
 
 
+class Operands(NamedTuple):
+    """What an input is multiplied by, and how: the arguments of `quantized_product`."""
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+    activations: int | None
+    table: Tensor | None
+
+
 def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor]:
     """Return the outputs of some layers for one input, by one product if they are joined."""
     outputs = joint_products(module, names, input)
@@ -825,6 +837,17 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
 
 def joint_products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor] | None:
     """Return the outputs of joined layers for one input, or None if one product does not do."""
+    found = joint_operands(module, names, input)
+    if found is None:
+        return None
+    operands, rows = found
+    return quantized_product(input, *operands).split_with_sizes(rows, -1)
+
+
+def joint_operands(
+    module: Any, names: Sequence[str], input: Tensor
+) -> tuple[Operands, list[int]] | None:
+    """Return what one product multiplies, and the rows of each layer, or None if it does not do."""
     # A compiled graph would depend on the identity of the buffers.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
     if joined is None:
@@ -838,10 +861,32 @@ def joint_products(module: Any, names: Sequence[str], input: Tensor) -> Sequence
     bits = {layer.foo_activations for layer in layers}
     if len(bits) > 1:
         return None
-    weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
-    output = quantized_product(input, weight, scale, zero, bias, bits.pop(), joined.table)
-    return output.split_with_sizes(joined.rows, -1)
+    return Operands(*joined.tensors, bias, bits.pop(), joined.table), joined.rows
+
+
+def lone_operands(layer: Any, input: Tensor) -> Operands | None:
+    """Return what a layer multiplies its input by, or None if it may do something else, too."""
+    names = getattr(layer, "names_to_join", None)
+    if torch.compiler.is_compiling() or names is None or not joins(layer, input):
+        return None
+    own = layer._buffers
+    bias = layer._parameters["bias"]
+    return Operands(*(own[it] for it in names), bias, layer.foo_activations, own.get("table"))
+
+
+def gated_product(input: Tensor, operands: Operands) -> Tensor | None:
+    """Return silu(gate) * up of a weight with the rows of both, or None if it takes two steps.
+
+    Few rows take two steps also in one operator, and a program of a token runs steps by itself.
+    """
+    weight, scale, zero, bias, activations, table = operands
+    is_of_integers = table is None and (zero is not None or weight.dtype == torch.int8)
+    if not is_of_integers or bias is not None or input.dtype == torch.float64:
+        return None
+    if activations is None or input.numel() < MANY_ROWS * input.shape[-1]:
+        return None
+    return linear_silu_mul_quantized(input, weight, scale, zero, activations=activations)
 
 
 @contextlib.contextmanager

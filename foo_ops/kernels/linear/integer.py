@@ -43,6 +43,7 @@ from foo_ops.kernels.linear.product import (
     describe_lines,
     leave_sums,
     make_writer,
+    parts_of,
     quantized_argument_types,
 )
 from foo_ops.kernels.linear.quantized import (
@@ -391,18 +392,20 @@ def integer_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
     return Struct("IntegerProduct", fields), *others
 
 
-def make_int8_product_kernel(dtype: str) -> Kernel:
+def make_int8_product_kernel(dtype: str, finish: str = NOTHING) -> Kernel:
     """Make the kernel for any number of rows and 8-bit integers."""
-    return _make_product_kernel(dtype, "int8", BYTE)
+    return _make_product_kernel(dtype, "int8", BYTE, finish)
 
 
-def make_int4_product_kernel(dtype: str) -> Kernel:
+def make_int4_product_kernel(dtype: str, finish: str = NOTHING) -> Kernel:
     """Make the kernel for any number of rows and 4-bit integers."""
-    return _make_product_kernel(dtype, "uint8", INT4)
+    return _make_product_kernel(dtype, "uint8", INT4, finish)
 
 
-def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
+def _make_product_kernel(dtype: str, stored: str, CODES: str, finish: str) -> Kernel:
     """Make the kernel that multiplies integer rows, in sections of the depth.
+
+    The right matrix of a gate has the columns of both products, one product after the other.
 
     A panel of columns is packed as bytes, four steps of a column in 32 bits, and multiplied by all
     rows of the block. Sums of integers stay in registers for a cut, and are then added to sums of
@@ -411,8 +414,8 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     LANES, on_unit, has_zeros = lanes_of(COMPUTE), use_matrix_unit(), CODES == INT4
     ROW_MULTIPLE = TILE_MULTIPLE if on_unit else REST
     WIDTH = TILE_MULTIPLE if on_unit else VECTORS * LANES
-    PER_BYTE = 8 // CODE_BITS[CODES]
-    fill, write = make_fill(COMPUTE), make_writer(dtype)
+    PER_BYTE, PARTS = 8 // CODE_BITS[CODES], parts_of(finish)
+    fill, write = make_fill(COMPUTE), make_writer(dtype, finish)
     pack_panel = _make_panel_packer(CODES, WIDTH)
     multiply_band, multiply_rest = (_make_band(CODES, ROWS, WIDTH) for ROWS in (BAND, REST))
     multiply_on_unit, begin_products, end_products = _make_unit_band(CODES, WIDTH)
@@ -433,29 +436,31 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
             "first_sums": WIDTH * cuts,
             **({"codes": WIDTH // PER_BYTE * quads, "rests": WIDTH * cuts} if has_zeros else {}),
             **({"products": TILE_MULTIPLE * WIDTH} if on_unit else {}),
-            "sums": rows * columns,
+            "sums": PARTS * rows * columns,
             "bias": larger(rows, columns) + LANES,
-            **describe_lines(COMPUTE, NOTHING),
+            **describe_lines(COMPUTE, finish),
         }
 
     @njit
-    def prefetch_next(product, block, start, column, share, shares):
+    def prefetch_next(product, block, start, part, column, share, shares):
         """Prefetch a share of the next panel into L2."""
-        next_start, next_column = start, column + WIDTH
+        next_start, next_part, next_column = start, part, column + WIDTH
         if block.column_start + next_column >= block.column_stop:
-            next_start, next_column = start + product.left_row_stride, 0
+            next_part, next_column = part + 1, 0
+        if next_part == PARTS:
+            next_start, next_part = start + product.left_row_stride, 0
         if next_start >= product.depth:
             return
         first = block.column_start + next_column
         count = min(product.left_row_stride, product.depth - next_start) // PER_BYTE
-        place = first * product.right_column_stride + next_start // PER_BYTE
+        place = (first + next_part * product.columns) * product.right_column_stride
         prefetch_share(
-            shift(product.right, place), product.right_column_stride, 1,
+            shift(product.right, place + next_start // PER_BYTE), product.right_column_stride, 1,
             min(WIDTH, block.column_stop - first), count, share, shares,
         )  # fmt: skip
 
     @njit
-    def add_panel(product, block, memory, sums, start, column, has_rests):
+    def add_panel(product, block, memory, sums, start, part, column, has_rests):
         """Add the products of a section and a panel, band by band."""
         section = product.left_row_stride
         rows, _, _, _ = sizes_of_block(product, block)
@@ -468,7 +473,7 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
             return
         bands = rows // BAND
         for band in range(bands):
-            prefetch_next(product, block, start, column, band, bands)
+            prefetch_next(product, block, start, part, column, band, bands)
             multiply_band(product, block, memory, sums, quads, panel, start, band * BAND, has_rests)
         for row in range(bands * BAND, rows, REST):
             multiply_rest(product, block, memory, sums, quads, panel, start, row, has_rests)
@@ -476,19 +481,19 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str) -> Kernel:
     def compute_block(product, block, memory):
         (rows, columns, _, _), section = sizes_of_block(product, block), product.left_row_stride
         if product.depth == 0:
-            fill(memory.sums, rows * columns, 0.0)
+            fill(memory.sums, PARTS * rows * columns, 0.0)
         begin_products()
         for start in range(0, product.depth, section):
-            for column in range(0, columns, WIDTH):
-                has_rests = pack_panel(
-                    product, memory, start, block.column_start + column, block.column_stop
-                )
-                add_panel(
-                    product, block, memory, shift(memory.sums, column * rows), start, column,
-                    has_rests,
-                )  # fmt: skip
+            for part in range(PARTS):
+                first, before = block.column_start, part * product.columns
+                for column in range(0, columns, WIDTH):
+                    has_rests = pack_panel(
+                        product, memory, start, before + first + column, before + block.column_stop
+                    )
+                    sums = shift(memory.sums, (part * columns + column) * rows)
+                    add_panel(product, block, memory, sums, start, part, column, has_rests)
         end_products()
-        write(product, block, memory, memory.sums, WIDTH, rows * WIDTH, 0)
+        write(product, block, memory, memory.sums, WIDTH, rows * WIDTH, rows * columns)
 
     layout = Scratch(COMPUTE, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, integer_argument_types(dtype, stored))

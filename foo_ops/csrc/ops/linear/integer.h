@@ -65,8 +65,16 @@ using IntegerFunction = void(const IntegerProduct* product, const ProductBlock* 
 void check_activations(const char* name, const at::Tensor& input,
                        std::optional<int64_t> activations);
 
+// Whether there are so many rows that the product packs the weights.
+bool are_integers_packed(const at::Tensor& input, const QuantizedWeights& weights);
+
 // Returns the product of rows that are rounded to integers, and integers of 8 or 4 bits.
 at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& weights,
                              const std::optional<at::Tensor>& bias);
+
+// The same, packed. With `is_gated` it returns the silu of the products with the first half of the
+// weight's rows, times those with the second half.
+at::Tensor multiply_packed_integers(const at::Tensor& input, const QuantizedWeights& weights,
+                                    const std::optional<at::Tensor>& bias, bool is_gated = false);
 
 }  // namespace foo

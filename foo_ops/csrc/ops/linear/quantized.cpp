@@ -133,6 +133,29 @@ at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
                   activations);
 }
 
+// Returns the number of steps that share a scale. Without steps, any size is right.
+int64_t group_size_of_pairs(const at::Tensor& input, const at::Tensor& scale) {
+  return scale.size(1) == 0 ? 32 : input.size(-1) / scale.size(1);
+}
+
+at::Tensor linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
+                                     const at::Tensor& scale, const OptionalTensor& zero,
+                                     std::optional<int64_t> activations) {
+  check_linear_silu_mul_quantized(input, weight, scale, zero, activations);
+  const QuantizedWeights weights =
+      zero.has_value()
+          ? make_quantized_weights(weight, scale, zero, group_size_of_pairs(input, scale))
+          : weights_of_bytes(weight, scale);
+  if (activations.has_value() && are_integers_packed(input, weights)) {
+    return multiply_packed_integers(input, weights, std::nullopt, true);
+  }
+  static const auto gate =
+      find_operator("foo::silu_mul").typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  const at::Tensor both = multiply(input, weights, std::nullopt, activations);
+  const int64_t half = weight.size(0) / 2;
+  return gate.call(both.narrow(-1, 0, half), both.narrow(-1, half, half));
+}
+
 at::Tensor linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                         const OptionalTensor& bias) {
   check_linear_mxfp4(input, weight, scale, bias);
@@ -143,9 +166,8 @@ at::Tensor linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const
 at::Tensor linear_table4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                          const at::Tensor& table, const OptionalTensor& bias) {
   check_linear_table4(input, weight, scale, table, bias);
-  // Without steps, any size is right.
-  const int64_t group_size = scale.size(1) == 0 ? 32 : input.size(-1) / scale.size(1);
-  QuantizedWeights weights = make_quantized_weights(weight, scale, std::nullopt, group_size);
+  QuantizedWeights weights =
+      make_quantized_weights(weight, scale, std::nullopt, group_size_of_pairs(input, scale));
   weights.table = table.contiguous();
   return multiply_quantized(input, weights, bias);
 }
@@ -275,6 +297,32 @@ void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   check_activations(name, input, activations);
 }
 
+void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
+                                     const at::Tensor& scale, const OptionalTensor& zero,
+                                     std::optional<int64_t> activations) {
+  const char* const name = "linear_silu_mul_quantized";
+  if (zero.has_value()) {
+    check_dtype(name, "input", input);
+    check_rows(name, "input", input);
+    check_pairs(name, input, weight, 32);
+    check_dimensions(name, "scale", scale, 2, "(2N, K / group_size)");
+    check_like(name, "scale", scale, "input", input);
+    check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
+    check_groups(name, "scale", scale.sym_size(1), input.sym_size(-1), "columns of input");
+    check_dimensions(name, "zero", *zero, 2, "(2N, K / group_size)");
+    check_like(name, "zero", *zero, "input", input);
+    check_count(name, "zero", "rows", zero->sym_size(0), weight.sym_size(0), "weight has");
+    check_count(name, "zero", "columns", zero->sym_size(1), scale.sym_size(1), "scale has");
+  } else {
+    check_8bit(name, input, weight, at::kChar, scale, std::nullopt, check_like);
+  }
+  TORCH_CHECK_VALUE(holds((weight.sym_size(0) % 2).sym_eq(0)), name,
+                    ": weight must have an even number of rows, those of the gate and as many of "
+                    "up, got ",
+                    weight.sym_size(0));
+  check_activations(name, input, activations);
+}
+
 void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                         const OptionalTensor& bias) {
   const char* const name = "linear_mxfp4";
@@ -317,6 +365,7 @@ TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear_int8", &linear_int8>(library);
   register_shared_kernel<"foo::linear_fp8", &linear_fp8>(library);
   register_shared_kernel<"foo::linear_int4", &linear_int4>(library);
+  register_shared_kernel<"foo::linear_silu_mul_quantized", &linear_silu_mul_quantized>(library);
   register_shared_kernel<"foo::linear_mxfp4", &linear_mxfp4>(library);
   register_shared_kernel<"foo::linear_table4", &linear_table4>(library);
 }

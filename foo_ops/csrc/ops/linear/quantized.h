@@ -1,6 +1,6 @@
-// foo::linear_int8, foo::linear_fp8, foo::linear_int4, foo::linear_mxfp4 and foo::linear_table4:
-// their checks, which fake kernels share, and their kernels' parameters.
-// tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+// foo::linear_int8, foo::linear_fp8, foo::linear_int4, foo::linear_mxfp4, foo::linear_table4 and
+// foo::linear_silu_mul_quantized: their checks, which fake kernels share, and their kernels'
+// parameters. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -117,6 +117,9 @@ void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const 
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const std::optional<at::Tensor>& bias,
                        int64_t group_size, std::optional<int64_t> activations);
+void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
+                                     const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+                                     std::optional<int64_t> activations);
 // Weights are codes of float8_e4m3fn; scales are of the compute type.
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                       const std::optional<at::Tensor>& bias);

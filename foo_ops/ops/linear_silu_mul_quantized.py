@@ -1,0 +1,118 @@
+"""foo::linear_silu_mul_quantized is the gate of a SwiGLU, for weights of 8 or 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import _C, library
+from foo_ops.ops.linear import are_recorded, cast_as_autocast, product_flops
+from foo_ops.ops.linear_quantized import linear_int4, linear_int8
+from foo_ops.ops.silu_mul import silu_mul
+
+library.define(
+    "foo::linear_silu_mul_quantized",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? zero=None, *, int? activations=None) "
+    "-> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def linear_silu_mul_quantized(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    """Compute ``silu(input @ gate.T) * (input @ up.T)`` with integers of 8 or 4 bits.
+
+    The rows of gate and up are those of one weight, gate's first. `quantize_weight` makes
+    ``weight``, ``scale`` and ``zero`` from ``torch.cat((gate, up))``.
+
+    Args:
+        input: (..., K), float16, bfloat16, float32 or float64, any strides.
+        weight: (2N, K), int8, or with ``zero`` (2N, K / 2), uint8, as in `linear_int4`.
+        scale: (2N,), or (2N, K / group_size) for groups of 32, 64 or 128 elements of a row, which
+            integers of 4 bits must have; of input's dtype.
+        zero: (2N, K / group_size), of input's dtype.
+        activations: 8 to round input to integers of 8 bits, as by `linear_int8`.
+
+    Returns:
+        A contiguous tensor (..., N) of input's dtype. The products are those of `linear_int8` and
+        `linear_int4`, and are rounded to input's dtype before the gate, as the result is. They are
+        not rounded, and never in memory as a whole, with ``activations=8`` and more than 64 rows,
+        or more than 16 if there are groups, unless gradients are recorded. The result does not
+        depend on the number of threads. Has gradients for input, scale and zero, of every order.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and other numbers of bits.
+        TypeError: for dtypes, and float64 with ``activations``.
+
+    Example:
+        >>> gate, up = torch.tensor([[127.0, 0.0]]), torch.tensor([[0.0, 127.0]])
+        >>> weight, scale = foo_ops.quantize_weight(torch.cat((gate, up)) / 127, 8)
+        >>> foo_ops.linear_silu_mul_quantized(torch.tensor([[1.0, 2.0]]), weight, scale)
+        tensor([[1.4621]])
+    """
+    if are_recorded(input, scale, zero):
+        input, scale, zero = cast_as_autocast(input, scale, zero)
+        return composite(input, weight, scale, zero, activations=activations)
+    return torch.ops.foo.linear_silu_mul_quantized.default(
+        input, weight, scale, zero, activations=activations
+    )
+
+
+@library.register_fake("foo::linear_silu_mul_quantized")
+def fake(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations)
+    return input.new_empty(*input.shape[:-1], weight.shape[0] // 2)
+
+
+def composite(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations)
+    if zero is None:
+        both = linear_int8(input, weight, scale, activations=activations)
+    else:
+        # Without steps, any size is right.
+        groups = scale.shape[1]
+        size = 2 * weight.shape[1] // groups if groups else 32
+        both = linear_int4(input, weight, scale, zero, group_size=size, activations=activations)
+    return silu_mul(*both.chunk(2, -1))
+
+
+library.register_autograd("foo::linear_silu_mul_quantized", composite=composite)
+library.register_vmap_rows("foo::linear_silu_mul_quantized", "input")
+library.register_nested_rows("foo::linear_silu_mul_quantized", "input")
+library.register_autocast("foo::linear_silu_mul_quantized")
+
+
+@library.register_sharding("foo::linear_silu_mul_quantized")
+def sharding(input: Any, weight: Any, scale: Any, zero: Any = None, **_: Any) -> str:
+    # The rows of gate and up are halves of one dimension, which no process has a part of.
+    of_scale = ". ." if len(scale.shape) == 2 else "."
+    of_zero = "." if zero is None else ". ."
+    return f"... ., . ., {of_scale}, {of_zero} -> ... ."
+
+
+@library.register_flops("foo::linear_silu_mul_quantized")
+def flops(input_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Count both matrix products, without scale, zero and the gate."""
+    return product_flops(input_shape, weight_shape[0])
