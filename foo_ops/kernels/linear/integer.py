@@ -469,6 +469,10 @@ def _make_product_kernel(dtype: str, stored: str, CODES: str, finish: str) -> Ke
         quads = as_quads(address_of(left))
         if on_unit and product.group_size % PADDING == 0:
             for row in range(0, rows, TILE_MULTIPLE):
+                prefetch_next(
+                    product, block, start, part, column,
+                    row // TILE_MULTIPLE, rows // TILE_MULTIPLE,
+                )  # fmt: skip
                 multiply_on_unit(product, block, memory, sums, quads, panel, start, row, has_rests)
             return
         bands = rows // BAND
