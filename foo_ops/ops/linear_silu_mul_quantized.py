@@ -30,23 +30,24 @@ def linear_silu_mul_quantized(
 ) -> Tensor:
     """Compute ``silu(input @ gate.T) * (input @ up.T)`` with integers of 8 or 4 bits.
 
-    The rows of gate and up are those of one weight, gate's first. `quantize_weight` makes
-    ``weight``, ``scale`` and ``zero`` from ``torch.cat((gate, up))``.
+    The rows of gate are the first half of the weight's, those of up the second. `quantize_weight`
+    makes ``weight``, ``scale`` and ``zero`` from ``torch.cat((gate, up))``.
 
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
-        weight: (2N, K), int8, or with ``zero`` (2N, K / 2), uint8, as in `linear_int4`.
-        scale: (2N,), or (2N, K / group_size) for groups of 32, 64 or 128 elements of a row, which
+        weight: (N, K), int8, or with ``zero`` (N, K / 2), uint8, as in `linear_int4`; N is even.
+        scale: (N,), or (N, K / group_size) for groups of 32, 64 or 128 elements of a row, which
             integers of 4 bits must have; of input's dtype.
-        zero: (2N, K / group_size), of input's dtype.
+        zero: (N, K / group_size), of input's dtype. It need not be an integer.
         activations: 8 to round input to integers of 8 bits, as by `linear_int8`.
 
     Returns:
-        A contiguous tensor (..., N) of input's dtype. The products are those of `linear_int8` and
-        `linear_int4`, and are rounded to input's dtype before the gate, as the result is. They are
-        not rounded, and never in memory as a whole, with ``activations=8`` and more than 64 rows,
-        or more than 16 if there are groups, unless gradients are recorded. The result does not
-        depend on the number of threads. Has gradients for input, scale and zero, of every order.
+        A contiguous tensor (..., N / 2) of input's dtype. The products are those of `linear_int8`
+        and `linear_int4`, and are rounded to input's dtype before the gate, as the result is. They
+        are not rounded, and never in memory as a whole, with ``activations=8`` and more than 64
+        rows, or more than 16 if there are groups, unless gradients are recorded. The result does
+        not depend on the number of threads. Has gradients for input, scale and zero, of every
+        order.
 
     Raises:
         ValueError: for shapes that do not fit together, and other numbers of bits.
@@ -95,7 +96,9 @@ def composite(
         groups = scale.shape[1]
         size = 2 * weight.shape[1] // groups if groups else 32
         both = linear_int4(input, weight, scale, zero, group_size=size, activations=activations)
-    return silu_mul(*both.chunk(2, -1))
+    # The numbers of rows may be unknown in a graph, which cannot split them by a number of parts.
+    half = weight.shape[0] // 2
+    return silu_mul(both.narrow(-1, 0, half), both.narrow(-1, half, half))
 
 
 library.register_autograd("foo::linear_silu_mul_quantized", composite=composite)

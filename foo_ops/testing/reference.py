@@ -286,6 +286,23 @@ def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Te
     return silu_mul(linear(input, gate_weight), linear(input, up_weight))
 
 
+def linear_silu_mul_quantized(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    activations: int | None = None,
+) -> Tensor:
+    """Multiply by the integers of two matrices, and gate the second product by the first."""
+    if zero is None:
+        both = linear_int8(input, weight, scale, activations=activations)
+    else:
+        size = 2 * weight.shape[1] // scale.shape[1] if scale.shape[1] else 32
+        both = linear_int4(input, weight, scale, zero, group_size=size, activations=activations)
+    return silu_mul(*both.chunk(2, -1))
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of a SwiGLU."""
     return activation_of(gate) * up

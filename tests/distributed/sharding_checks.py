@@ -176,6 +176,18 @@ def products():
         "linear_mxfp4 without bias": (foo_ops.linear_mxfp4, [randn(4, 6, 128), *mxfp4]),
         "linear_table4": (foo_ops.linear_table4, [randn(4, 6, 128), *table4, randn(10)]),
         "linear_table4 without bias": (foo_ops.linear_table4, [randn(4, 6, 128), *table4]),
+        "linear_silu_mul_quantized": (
+            foo_ops.linear_silu_mul_quantized,
+            [randn(4, 6, 8), *int8],
+        ),
+        "linear_silu_mul_quantized of groups": (
+            foo_ops.linear_silu_mul_quantized,
+            [randn(4, 6, 128), *of_groups],
+        ),
+        "linear_silu_mul_quantized of 4 bits": (
+            foo_ops.linear_silu_mul_quantized,
+            [randn(4, 6, 128), *int4],
+        ),
         "dequantize_int8": (dequantize.numbers_of_integers, [*int8]),
         "dequantize_int8 of groups": (dequantize.numbers_of_integers, [*of_groups]),
         "dequantize_int4": (dequantize.numbers_of_integers, [*int4]),

@@ -10,7 +10,14 @@ from support.transformer_models import decoder, tokens
 from torch import nn
 
 import foo_ops
-from foo_ops.integrations.transformers import apply, replaced, restore, save_quantized
+from foo_ops.integrations.transformers import (
+    apply,
+    quantized,
+    replaced,
+    restore,
+    save_quantized,
+)
+from foo_ops.integrations.transformers.quantized import MANY_ROWS
 
 INPUTS, OUTPUTS = 128, 40
 
@@ -77,6 +84,31 @@ def test_layers_with_the_same_input():
         for layer in each.model.layers:
             layer.self_attn.k_proj.foo_activations = None
     assert torch.equal(run(model, inputs), run(apart, inputs))
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["llama", "Phi3"])
+def test_gates_of_many_rows(kind, bits, keep_weights, monkeypatch):
+    """Both products and the gate are one operator; with hooks, each layer is called."""
+    gates, operator = [], quantized.linear_silu_mul_quantized
+
+    def counted(*arguments, **options):
+        gates.append(arguments[0].shape)
+        return operator(*arguments, **options)
+
+    monkeypatch.setattr(quantized, "linear_silu_mul_quantized", counted)
+    model = decoder(kind, hidden_size=64, num_attention_heads=8)
+    apply(model, quantize=bits, activations=8, keep_weights=keep_weights)
+    apart = copy.deepcopy(model)
+    for layer in (it for it in apart.modules() if hasattr(it, "foo_activations")):
+        layer.register_forward_hook(lambda *_: None)
+    for length in (MANY_ROWS - 1, MANY_ROWS):
+        inputs = tokens(1, length)
+        expected = run(apart, inputs)
+        assert not gates
+        torch.testing.assert_close(run(model, inputs), expected, rtol=0.02, atol=0.002)
+    assert gates == [(1, MANY_ROWS, 64)] * len(model.model.layers)
 
 
 def test_a_packed_model_from_a_file(tmp_path):

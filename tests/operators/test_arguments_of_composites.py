@@ -26,6 +26,7 @@ CALLS = {
     "up of another shape": lambda x: silu_mul(x, WEIGHT, WEIGHT[:1]),
     "scale of one": lambda x: foo_ops.linear_int8(x, INT8[0], INT8[1][:1]),
     "int8 of one dimension": lambda x: foo_ops.linear_int8(x, INT8[0][0], INT8[1]),
+    "rows of gate and up": lambda x: foo_ops.linear_silu_mul_quantized(x, INT8[0][:5], INT8[1][:5]),
     "group size": lambda x: foo_ops.linear_int4(WIDE * x[0, 0], *INT4, group_size=64),
     "group size of zero": lambda x: foo_ops.linear_int4(WIDE * x[0, 0], *INT4, group_size=0),
     "mxfp4 with a row less": lambda x: foo_ops.linear_mxfp4(WIDE * x[0, 0], MXFP4[0], MXFP4[1][:5]),

@@ -55,6 +55,7 @@ CALLS = {
     "linear_int8 of rounded rows": with_quantized(
         functools.partial(ops.linear_int8.default, activations=8), 8
     ),
+    "linear_silu_mul_quantized": with_quantized(ops.linear_silu_mul_quantized.default, 8),
     "linear_mxfp4": lambda x: foo_ops.linear_mxfp4(
         x, *(it.to(x.device) for it in foo_ops.quantize_mxfp4(weights()[0]))
     ),

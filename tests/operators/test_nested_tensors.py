@@ -22,6 +22,7 @@ ROWS = {
     ops.linear.default: ("input",),
     ops.linear_activation.default: ("input",),
     ops.linear_silu_mul.default: ("input",),
+    ops.linear_silu_mul_quantized.default: ("input",),
     ops.linear_int8.default: ("input",),
     ops.linear_fp8.default: ("input",),
     ops.linear_int4.default: ("input",),

@@ -202,6 +202,7 @@ def call_with_fences(kernel, function, arguments, block, what):
     assert written == len(names) + 1, (kernel, written, names, block[:])
 
 for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product.int4",
+               "integer_product.int8.silu_mul", "integer_product.int4.silu_mul",
                *(f"integer_few_rows.{bits}.{size}" for bits in ("int8", "int4")
                  for size in (32, 64, 128))):
     function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
@@ -216,8 +217,10 @@ for kernel in ("integer_few_rows.int8", "integer_product.int8", "integer_product
         if not is_few:
             left = torch.zeros(sections, padded, 512, dtype=torch.int8)
         stride = left.stride(0) if is_few else 512
-        right = torch.randint(0, 256, (columns, depth // 2 if is_int4 else depth)).byte()
-        scale, zero = torch.ones(2, columns, groups).to(getattr(torch, dtype))
+        # A gate has the columns of two products.
+        width = columns * (2 if member == "silu_mul" else 1)
+        right = torch.randint(0, 256, (width, depth // 2 if is_int4 else depth)).byte()
+        scale, zero = torch.ones(2, width, groups).to(getattr(torch, dtype))
         factors = torch.ones(max(sections, groups), padded)
         output = torch.empty(rows, columns, dtype=getattr(torch, dtype))
         arguments = (number * 25)(
@@ -274,6 +277,10 @@ for rows in (3, 70):
                 options = {"activations": 8, **({"group_size": 32} if bits == 4 else {})}
                 found = multiply(*map(at_end, (input, *integers)), **options)
                 assert torch.equal(found, multiply(input, *integers, **options))
+                if columns % 2 == 0:
+                    gate = foo_ops.linear_silu_mul_quantized
+                    found = gate(*map(at_end, (input, *integers)), activations=8)
+                    assert torch.equal(found, gate(input, *integers, activations=8))
 """
 
 

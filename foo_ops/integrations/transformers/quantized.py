@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -861,8 +861,9 @@ def joint_operands(
     bits = {layer.foo_activations for layer in layers}
     if len(bits) > 1:
         return None
+    weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
-    return Operands(*joined.tensors, bias, bits.pop(), joined.table), joined.rows
+    return Operands(weight, scale, zero, bias, bits.pop(), joined.table), joined.rows
 
 
 def lone_operands(layer: Any, input: Tensor) -> Operands | None:
@@ -871,8 +872,9 @@ def lone_operands(layer: Any, input: Tensor) -> Operands | None:
     if torch.compiler.is_compiling() or names is None or not joins(layer, input):
         return None
     own = layer._buffers
-    bias = layer._parameters["bias"]
-    return Operands(*(own[it] for it in names), bias, layer.foo_activations, own.get("table"))
+    weight, scale, zero = (own[name] for name in names)
+    bias, table = layer._parameters["bias"], own.get("table")
+    return Operands(weight, scale, zero, bias, layer.foo_activations, table)
 
 
 def gated_product(input: Tensor, operands: Operands) -> Tensor | None:

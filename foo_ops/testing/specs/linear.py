@@ -788,3 +788,128 @@ LINEAR_TABLE4 = OpSpec(
     output_budget=table4_budget,
     gradient_budget=table4_gradient_budget,
 )
+
+
+# ------------------------------------------------------------------- foo::linear_silu_mul_quantized
+
+
+def gate_of(make: Maker) -> Maker:
+    """Make a gate from a product without bias, whose columns are those of gate and up.
+
+    Gradients of scales, with products of three of its factors, would be too large for float16.
+    """
+
+    def make_gate(dtype: torch.dtype) -> Sample:
+        sample = make(dtype)
+        input, *others = sample.inputs
+        options = {key: it for key, it in sample.keywords.items() if key != "group_size"}
+        return Sample((input / 8, *others), options)
+
+    return make_gate
+
+
+def both_products(sample: Sample) -> Sample:
+    """Return the call that computes the products of gate and up, one beside the other."""
+    input, _, scale, *zero = sample.inputs
+    groups = {"group_size": input.shape[-1] // max(scale.shape[-1], 1) or 32} if zero else {}
+    return Sample(sample.inputs, {**sample.keywords, **groups})
+
+
+def approximate_products(sample: Sample, dtype: torch.dtype) -> list[Approximate]:
+    call = both_products(sample)
+    value = call.call(reference_of(call))[0].detach()
+    (error,) = quantized_budget(call, dtype)
+    return [Approximate(*parts) for parts in zip(value.chunk(2, -1), error.chunk(2, -1))]
+
+
+def quantized_gate_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    gate, up = approximate_products(sample, dtype)
+    return ((activated("silu", gate, dtype) * up).rounded(dtype).error,)
+
+
+def quantized_gate_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    dtype, grad = dtypes[0], Approximate.exact(cotangents[0])
+    assert dtype is not None
+    gate, up = approximate_products(sample, dtype)
+    of_gate = (grad * up * slope_of("silu", gate, dtype)).rounded(dtype)
+    of_up = (grad * activated("silu", gate, dtype)).rounded(dtype)
+    value, error = (
+        torch.cat((getattr(of_gate, part), getattr(of_up, part)), -1) for part in ("value", "error")
+    )
+    budgets = quantized_gradient_budget(both_products(sample), dtypes, (value,))
+    return tuple(map(torch.add, budgets, passed_on(both_products(sample), error)))
+
+
+def passed_on(sample: Sample, error: Tensor) -> Tensors:
+    """Bound what errors of a product's gradient do to the gradients of its tensors.
+
+    These are linear in it, so the magnitudes of all factors are multiplied by the errors.
+    """
+    call = with_rounded_rows(sample)
+    input, weight, scale, *zero = call.inputs
+    given = [input.detach().abs(), scale.detach().abs(), *(-it.detach().abs() for it in zero)]
+    tensors = [it.requires_grad_() for it in given]
+    integers_ = weight.double().abs() if weight.dtype == torch.int8 else weight
+    with torch.enable_grad():
+        result = reference_of(call)(
+            tensors[0], integers_, tensors[1], *tensors[2:], **call.keywords
+        )
+        passed = torch.autograd.grad(result, tensors, error)
+    needed = (it for it in call.inputs if it.is_floating_point())
+    return tuple(
+        it.abs() for it, tensor in zip(passed, needed, strict=True) if tensor.requires_grad
+    )
+
+
+LINEAR_SILU_MUL_QUANTIZED = OpSpec(
+    operator=torch.ops.foo.linear_silu_mul_quantized.default,
+    reference=reference.linear_silu_mul_quantized,
+    dtypes=DTYPES,
+    sized=lambda dtype, size: gate_of(
+        int8_sample("sized", (2, size), size + 3, 2 * size, has_bias=False)
+    )(dtype),
+    samples={
+        "vector": gate_of(int8_sample("vector", (), 19, 34, has_bias=False)),
+        "no depth": gate_of(int8_sample("no depth", (3,), 0, 6, has_bias=False)),
+        "no columns": gate_of(int8_sample("no columns", (3,), 5, 0, has_bias=False)),
+        "many rows": gate_of(int8_sample("many rows", (81,), 70, 26, has_bias=False)),
+        "groups": gate_of(int8_groups_sample("groups", (2, 7), 3, 18, has_bias=False)),
+        "4 bits": gate_of(int4_sample("4 bits", (3, 4), 2, 10, has_bias=False)),
+    },
+    essential=("size1", "size7", "groups", "4 bits"),
+    in_layouts=("size7", "groups", "4 bits"),
+    large=gate_of(int8_sample("large", (301,), 600, 332, has_bias=False)),
+    output_budget=quantized_gate_budget,
+    gradient_budget=quantized_gate_gradient_budget,
+)
+
+LINEAR_SILU_MUL_QUANTIZED_ACTIVATIONS = OpSpec(
+    operator=torch.ops.foo.linear_silu_mul_quantized.default,
+    reference=reference.linear_silu_mul_quantized,
+    dtypes=ROUNDED_DTYPES,
+    sized=lambda dtype, size: gate_of(
+        rounded(int8_sample("sized", (2, size), size + 3, 2 * size, has_bias=False))
+    )(dtype),
+    samples={
+        "one row": gate_of(rounded(int8_sample("one row", (1,), 70, 34, has_bias=False))),
+        "no depth of many rows": gate_of(
+            rounded(int8_sample("no depth", (70,), 0, 6, has_bias=False))
+        ),
+        "several sections": gate_of(
+            rounded(int8_sample("several sections", (71,), 1101, 150, has_bias=False))
+        ),
+        "groups": gate_of(rounded(int8_groups_sample("groups", (2, 7), 3, 18, has_bias=False))),
+        "groups of 64, many rows": gate_of(
+            rounded(int8_groups_sample("64", (41,), 9, 70, group_size=64, has_bias=False))
+        ),
+        "4 bits": gate_of(rounded(int4_sample("4 bits", (3, 4), 2, 10, has_bias=False))),
+        "4 bits, groups of 128, many rows": gate_of(
+            rounded(int4_sample("128", (33,), 9, 150, group_size=128, has_bias=False))
+        ),
+    },
+    essential=("size1", "size7", "groups", "4 bits"),
+    in_layouts=("size7", "groups of 64, many rows", "4 bits, groups of 128, many rows"),
+    large=gate_of(rounded(int4_sample("large", (301,), 10, 332, group_size=64, has_bias=False))),
+    output_budget=quantized_gate_budget,
+    gradient_budget=quantized_gate_gradient_budget,
+)

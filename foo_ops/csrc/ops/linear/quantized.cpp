@@ -305,11 +305,11 @@ void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& 
     check_dtype(name, "input", input);
     check_rows(name, "input", input);
     check_pairs(name, input, weight, 32);
-    check_dimensions(name, "scale", scale, 2, "(2N, K / group_size)");
+    check_dimensions(name, "scale", scale, 2, "(N, K / group_size)");
     check_like(name, "scale", scale, "input", input);
     check_count(name, "scale", "rows", scale.sym_size(0), weight.sym_size(0), "weight has");
     check_groups(name, "scale", scale.sym_size(1), input.sym_size(-1), "columns of input");
-    check_dimensions(name, "zero", *zero, 2, "(2N, K / group_size)");
+    check_dimensions(name, "zero", *zero, 2, "(N, K / group_size)");
     check_like(name, "zero", *zero, "input", input);
     check_count(name, "zero", "rows", zero->sym_size(0), weight.sym_size(0), "weight has");
     check_count(name, "zero", "columns", zero->sym_size(1), scale.sym_size(1), "scale has");
