@@ -673,3 +673,105 @@ def test_starting_over_without_results_of_the_position():
         input = numbers(rows, 64, seed=rows)
         result = torch.ops.foo.rms_norm(input) + torch.ops.foo.rms_norm(tables(3))
         assert torch.equal(program.run(3, [input])[0], result)
+
+
+def with_integers(*chosen, kept=3):
+    """Return a program of ``rms_norm(rms_norm(cos(angles * integers), input + 1))``.
+
+    Args:
+        chosen: calls that compute register 3, the integers, from register 1.
+        kept: the register of the integers.
+    """
+    return Program(
+        10,
+        [0, 1],
+        [9],
+        [(2, ANGLES)],
+        [
+            *chosen,
+            call("aten::mul", [register(2), register(kept)], [register(4)], [], "Tensor"),
+            call("aten::cos", [register(4)], [register(5)], [4]),
+            add(0, 6),
+            call("foo::rms_norm", [register(5), register(6)], [register(8)]),
+            call("foo::rms_norm", [register(8)], [register(9)], [8]),
+        ],
+    )
+
+
+CHOSEN = {
+    "an input": (with_integers(kept=1), 1),
+    "the last of many": (
+        with_integers(
+            call("aten::slice", [register(1), 0, -1, 2**63 - 1, 1], [register(7)], [], "Tensor"),
+            call("aten::clone", [register(7)], [register(3)], [7]),
+        ),
+        40,
+    ),
+    "a sum": (with_integers(call("aten::sum", [register(1)], [register(3)])), 20),
+}
+
+
+def result_of_integers(integers, input):
+    table = torch.cos(ANGLES * integers)
+    return torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(table, input + 1))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_results_of_integers_are_kept(name):
+    """With the same integers there are the same results, whichever tensor has them."""
+    program, length = CHOSEN[name]
+    integers, counts = torch.zeros(length, dtype=torch.int64), []
+    for turn, value in enumerate([5, 5, 7, 5, 7, 7, -2, 5]):
+        integers[-1] = value
+        given, input = integers if turn % 2 else integers.clone(), numbers(64, seed=turn)
+        with torch.profiler.profile() as profile:
+            (ours,) = program.run(3, [input, given])
+        counts.append(sum(it.count for it in profile.key_averages() if it.key == "aten::cos"))
+        assert torch.equal(ours, result_of_integers(value, input))
+    assert counts == [1, 1, 1, 0, 0, 0, 1, 0]
+
+
+def test_integers_of_other_sizes():
+    program = with_integers(kept=1)
+    for turn, sizes in enumerate(
+        [(1,), (1,), (1, 1), (1, 1), (2, 1), (2, 1), (17, 1), (17, 1), (1,)]
+    ):
+        integers, input = torch.full(sizes, 3), numbers(64, seed=turn)
+        assert torch.equal(
+            program.run(3, [input, integers])[0], result_of_integers(integers, input)
+        )
+
+
+def test_integers_that_are_written():
+    """What a call writes to is no key, since its values are those of another time."""
+    program = with_integers(
+        call("aten::clone", [register(1)], [register(3)]),
+        call("aten::mul_", [register(3), Number(1, 1)], [None], [], "Scalar"),
+    )
+    input, integers = numbers(64), torch.tensor([2])
+    for position in (1, 1, 1, 4, 4, 4, 1):
+        found = program.run(position, [input, integers])[0]
+        assert torch.equal(found, result_of_integers(2 * (1 + position), input))
+
+
+def test_starting_over_without_results_of_integers():
+    program = Program(
+        9,
+        [0, 1],
+        [8],
+        [(2, ANGLES)],
+        [
+            call("aten::clone", [register(1)], [register(7)]),
+            call("aten::mul", [register(2), register(7)], [register(3)], [7], "Tensor"),
+            call("aten::clone", [register(0)], [register(4)]),
+            call("foo::rms_norm", [register(4)], [register(4)]),
+            call("aten::cos", [register(3)], [register(5)], [3]),
+            call("foo::rms_norm", [register(5)], [register(6)], [5]),
+            call("aten::add", [register(4), register(6)], [register(8)], [4, 6], "Tensor"),
+        ],
+    )
+    for rows in (1, 1, 1, 2, 2, 2, 3, 1, 1):
+        input, integers = numbers(rows, 64, seed=rows), torch.tensor([4])
+        table = torch.ops.foo.rms_norm(torch.cos(ANGLES * integers))
+        expected = torch.ops.foo.rms_norm(input) + table
+        assert torch.equal(program.run(3, [input, integers])[0], expected)

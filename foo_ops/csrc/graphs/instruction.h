@@ -97,6 +97,15 @@ void each_read(const std::vector<Argument>& arguments, const Function& function)
   }
 }
 
+template <class Function>
+void each_read(const Instruction& instruction, const Function& function) {
+  if (const auto* view = std::get_if<View>(&instruction.action)) {
+    function(view->base.index);
+  } else {
+    each_read(std::get<OperatorCall>(instruction.action).arguments, function);
+  }
+}
+
 // The same for each register that a call writes.
 template <class Function>
 void each_written(const OperatorCall& call, const Function& function) {

@@ -14,6 +14,8 @@ namespace {
 
 // Most bytes of a constant, which is compared in each run, and of results that are kept.
 constexpr int64_t kMostBytesOfConstant = int64_t{1} << 12, kMostKept = int64_t{4} << 20;
+// Most integers that are read in each run: positions of as many tokens.
+constexpr int64_t kMostIntegers = 16;
 
 bool is_pure(const OperatorCall& call) {
   const c10::FunctionSchema& schema = call.op.schema();
@@ -29,11 +31,23 @@ bool is_small(const at::Tensor& tensor) {
   return span.end - span.begin <= kMostBytesOfConstant;
 }
 
+bool are_few_integers(const at::Tensor& tensor) {
+  return tensor.defined() && is_dense_on_cpu(tensor) && tensor.is_contiguous() &&
+         tensor.scalar_type() == at::kLong && 0 < tensor.numel() && tensor.numel() <= kMostIntegers;
+}
+
+void append(std::string& key, const void* memory, size_t bytes) {
+  key.append(static_cast<const char*>(memory), bytes);
+}
+
 }  // namespace
 
 PositionResults::PositionResults(const std::vector<Instruction>& instructions,
                                  const Registers& registers, const std::vector<int64_t>& outputs)
-    : has_(instructions.size()), is_known_(registers.size()) {
+    : instructions_(instructions),
+      has_(instructions.size()),
+      is_key_(registers.size()),
+      is_known_(registers.size()) {
   for (const at::Tensor& each : registers) is_constant_.push_back(is_small(each));
   std::vector<int64_t> changed = outputs;
   for (const Instruction& each : instructions) {
@@ -41,63 +55,91 @@ PositionResults::PositionResults(const std::vector<Instruction>& instructions,
     if (call == nullptr || !call->op.schema().is_mutable()) continue;
     each_read(call->arguments, [&](int64_t index) { changed.push_back(index); });
   }
-  find(instructions, sharing_memory(instructions, changed, registers.size()));
-  find_readers(instructions);
-  take_constants(instructions, registers);
+  changes_ = sharing_memory(instructions, changed, registers.size());
 }
 
-void PositionResults::find(const std::vector<Instruction>& instructions,
-                           const std::vector<bool>& changes) {
-  for (size_t i = 0; i < instructions.size(); ++i) {
-    bool reads_others = false, may_change = false;
-    const auto read = [&](int64_t index) {
-      reads_others = reads_others || !(is_known_[index] || is_constant_[index]);
-    };
-    const auto write = [&](int64_t index) { may_change = may_change || changes[index]; };
-    const auto know = [&](int64_t index) { is_known_[index] = true; };
-    if (const auto* const view = std::get_if<View>(&instructions[i].action)) {
-      has_[i] = is_known_[view->base.index] && !changes[view->result.index];
+void PositionResults::see(int64_t index, const at::Tensor& tensor) {
+  is_key_[index] = !is_constant_[index] && !changes_[index] && are_few_integers(tensor);
+}
+
+void PositionResults::find(const Registers& registers, const std::vector<bool>& stays) {
+  for (bool is_found = false; !is_found;) {
+    find_results();
+    is_found = true;
+    for (const int64_t index : read_by_others()) {
+      if (stays[index]) continue;
+      changes_[index] = true;
+      is_found = false;
+    }
+  }
+  find_keys();
+  take_constants(registers);
+}
+
+void PositionResults::find_results() {
+  std::fill(is_known_.begin(), is_known_.end(), false);
+  const auto know = [&](int64_t index) { is_known_[index] = true; };
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    if (const auto* const view = std::get_if<View>(&instructions_[i].action)) {
+      const int64_t base = view->base.index;
+      has_[i] = (is_known_[base] || is_key_[base]) && !changes_[view->result.index];
       if (has_[i]) know(view->result.index);
       continue;
     }
-    const auto& call = std::get<OperatorCall>(instructions[i].action);
-    each_read(call.arguments, read);
-    each_written(call, write);
+    const auto& call = std::get<OperatorCall>(instructions_[i].action);
+    bool reads_others = false, may_change = false;
+    each_read(call.arguments, [&](int64_t index) {
+      reads_others = reads_others || !(is_known_[index] || is_constant_[index] || is_key_[index]);
+    });
+    each_written(call, [&](int64_t index) { may_change = may_change || changes_[index]; });
     has_[i] = is_pure(call) && !reads_others && !may_change;
     if (has_[i]) each_written(call, know);
   }
 }
 
-void PositionResults::take_constants(const std::vector<Instruction>& instructions,
-                                     const Registers& registers) {
+void PositionResults::find_keys() {
+  std::set<int64_t> keys;
+  const auto use = [&](int64_t index) {
+    if (is_key_[index] && !is_known_[index]) keys.insert(index);
+  };
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    if (has_[i]) each_read(instructions_[i], use);
+  }
+  keys_.assign(keys.begin(), keys.end());
+  begin_ = 0;
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    const auto* const call = std::get_if<OperatorCall>(&instructions_[i].action);
+    if (call == nullptr) continue;
+    each_written(*call, [&](int64_t index) {
+      if (keys.count(index) > 0) begin_ = i + 1;
+    });
+  }
+}
+
+void PositionResults::take_constants(const Registers& registers) {
   std::set<int64_t> read;
-  for (size_t i = 0; i < instructions.size(); ++i) {
-    const auto* const call = std::get_if<OperatorCall>(&instructions[i].action);
-    if (call == nullptr || !has_[i]) continue;
-    each_read(call->arguments, [&](int64_t index) {
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    if (!has_[i]) continue;
+    each_read(instructions_[i], [&](int64_t index) {
       if (is_constant_[index]) read.insert(index);
     });
   }
+  constants_.clear();
   for (const int64_t index : read) {
     const Span span(registers[index]);
     constants_.emplace_back(span, std::vector<char>(span.begin, span.end));
   }
 }
 
-void PositionResults::find_readers(const std::vector<Instruction>& instructions) {
+std::vector<int64_t> PositionResults::read_by_others() const {
   std::set<int64_t> read;
   const auto add = [&](int64_t index) {
     if (is_known_[index]) read.insert(index);
   };
-  for (size_t i = 0; i < instructions.size(); ++i) {
-    if (has_[i]) continue;
-    if (const auto* const view = std::get_if<View>(&instructions[i].action)) {
-      add(view->base.index);
-    } else {
-      each_read(std::get<OperatorCall>(instructions[i].action).arguments, add);
-    }
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    if (!has_[i]) each_read(instructions_[i], add);
   }
-  read_by_others_.assign(read.begin(), read.end());
+  return {read.begin(), read.end()};
 }
 
 void PositionResults::stay_in(std::vector<at::Tensor> places) {
@@ -114,14 +156,27 @@ bool PositionResults::are_constants_as_before() const {
   });
 }
 
-bool PositionResults::restore(int64_t position) {
+bool PositionResults::restore(int64_t position, const Registers& registers) {
+  key_.clear();
   if (places_.empty()) return false;
+  append(key_, &position, sizeof(position));
+  for (const int64_t index : keys_) {
+    const at::Tensor& integers = registers[index];
+    if (!are_few_integers(integers)) {
+      key_.clear();
+      return false;
+    }
+    const int64_t dimensions = integers.dim();
+    append(key_, &dimensions, sizeof(dimensions));
+    append(key_, integers.sizes().data(), dimensions * sizeof(int64_t));
+    append(key_, integers.const_data_ptr(), integers.nbytes());
+  }
   if (!are_constants_as_before()) {
     kept_.clear();
     for (auto& [span, values] : constants_) values.assign(span.begin, span.end);
     return false;
   }
-  const auto found = kept_.find(position);
+  const auto found = kept_.find(key_);
   if (found == kept_.end()) return false;
   const char* from = found->second.data();
   for (const at::Tensor& each : places_) {
@@ -131,10 +186,10 @@ bool PositionResults::restore(int64_t position) {
   return true;
 }
 
-void PositionResults::keep(int64_t position) {
+void PositionResults::keep() {
   const auto count = static_cast<int64_t>(kept_.size()) + 1;
-  if (places_.empty() || count * bytes_of_position_ > kMostKept) return;
-  std::vector<char>& bytes = kept_[position];
+  if (key_.empty() || count * bytes_of_position_ > kMostKept) return;
+  std::vector<char>& bytes = kept_[key_];
   for (const at::Tensor& each : places_) {
     const auto* const first = static_cast<const char*>(each.const_data_ptr());
     bytes.insert(bytes.end(), first, first + each.nbytes());

@@ -105,11 +105,17 @@ void Preparation::forget() {
 }
 
 bool Preparation::run_first(int64_t position) {
+  for (size_t index = 0; index < registers_.size(); ++index) {
+    if (!is_constant_[index]) positions_.see(index, registers_[index]);
+  }
   for (size_t begin = 0, end = 0; begin < instructions_.size(); begin = end) {
     end = end_of_group(instructions_, begin);
     Step step{.begin = begin, .end = end};
     if (!prepare(step, position)) return false;
     for (size_t next = begin; next < end; ++next) {
+      if (const auto* const call = std::get_if<OperatorCall>(&instructions_[next].action)) {
+        each_written(*call, [&](int64_t index) { positions_.see(index, registers_[index]); });
+      }
       for (const int64_t index : instructions_[next].last_uses) {
         if (stays(index)) continue;
         step.last_uses.push_back(index);
@@ -139,8 +145,12 @@ bool Preparation::run_lasting(const Step& step, bool is_recorded) {
 bool Preparation::run_again(int64_t position) {
   // Asked once, since it takes 0.03 us.
   const bool is_recorded = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
-  const bool is_known = positions_.restore(position);
+  bool is_known = false, is_asked = false;
   for (Step& step : steps_) {
+    if (!is_asked && step.begin >= positions_.begin()) {
+      is_known = positions_.restore(position, registers_);
+      is_asked = true;
+    }
     if (is_known && step.is_of_position) continue;
     if (step.loops.has_value() || step.call != nullptr) {
       if (!run_lasting(step, is_recorded)) {
@@ -161,7 +171,7 @@ bool Preparation::run_again(int64_t position) {
     for (const int64_t index : step.last_uses) registers_[index].reset();
   }
   rethrow_raised();
-  if (!is_known) positions_.keep(position);
+  if (is_asked && !is_known) positions_.keep();
   return true;
 }
 
@@ -264,8 +274,15 @@ void Preparation::prepare_copies(Step& step) {
 }
 
 void Preparation::prepare_positions() {
+  positions_.find(registers_, stays_);
+  const std::vector<int64_t>& keys = positions_.keys();
+  const auto is_key = [&](int64_t index) {
+    return std::find(keys.begin(), keys.end(), index) != keys.end();
+  };
   std::vector<at::Tensor> places;
   for (Step& step : steps_) {
+    // Kept for `start_over`, which runs what was left out.
+    std::erase_if(step.last_uses, is_key);
     step.is_of_position = true;
     for (size_t next = step.begin; next < step.end; ++next) {
       step.is_of_position = step.is_of_position && positions_.has(next);
@@ -278,9 +295,7 @@ void Preparation::prepare_positions() {
                    [&](int64_t index) { places.push_back(registers_[index]); });
     }
   }
-  const std::vector<int64_t>& read = positions_.read_by_others();
-  const bool stay = std::all_of(read.begin(), read.end(), [&](int64_t it) { return stays(it); });
-  positions_.stay_in(stay ? std::move(places) : std::vector<at::Tensor>());
+  positions_.stay_in(std::move(places));
 }
 
 bool Preparation::is_lasting_view(const Instruction& instruction) const {
