@@ -743,35 +743,78 @@ def test_integers_of_other_sizes():
 
 
 def test_integers_that_are_written():
-    """What a call writes to is no key, since its values are those of another time."""
-    program = with_integers(
-        call("aten::clone", [register(1)], [register(3)]),
-        call("aten::mul_", [register(3), Number(1, 1)], [None], [], "Scalar"),
+    """They are no key: what is written to them is not known when keys are read."""
+    first, second = (
+        call("aten::slice", [register(1), 0, it, it + 1, 1], [register(7)], [], "Tensor")
+        for it in (0, 1)
     )
-    input, integers = numbers(64), torch.tensor([2])
-    for position in (1, 1, 1, 4, 4, 4, 1):
-        found = program.run(position, [input, integers])[0]
-        assert torch.equal(found, result_of_integers(2 * (1 + position), input))
+    program = with_integers(
+        first,
+        call("aten::clone", [register(7)], [register(3)], [7]),
+        second,
+        call("aten::add_", [register(3), register(7)], [None], [7], "Tensor"),
+    )
+    input = numbers(64)
+    for added in (1, 1, 1, 4, 4, 4, 1):
+        found = program.run(3, [input, torch.tensor([2, added])])[0]
+        assert torch.equal(found, result_of_integers(2 + added, input))
+
+
+def test_results_that_other_operators_read():
+    """They are computed each time, and those that only loops read are kept."""
+    program = Program(
+        12,
+        [0, 1],
+        [7, 8],
+        [(2, ANGLES)],
+        [
+            call("aten::mul", [register(2), register(1)], [register(3)], [], "Tensor"),
+            call("aten::cos", [register(3)], [register(4)], [3]),
+            call("aten::mul", [register(2), register(1)], [register(10)], [], "Tensor"),
+            call("aten::sin", [register(10)], [register(5)], [10]),
+            add(0, 6),
+            call("foo::rms_norm", [register(5), register(6)], [register(9)], [5, 6]),
+            call("foo::rms_norm", [register(9)], [register(7)], [9]),
+            call("aten::add", [register(4), register(0)], [register(11)], [4], "Tensor"),
+            call("foo::rms_norm", [register(11)], [register(8)], [11]),
+        ],
+    )
+    counts = []
+    for turn in range(4):
+        input = numbers(64, seed=turn)
+        with torch.profiler.profile() as profile:
+            normed, sum_normed = program.run(3, [input, torch.tensor([2])])
+        names = [it.key for it in profile.key_averages()]
+        counts.append((names.count("aten::cos"), names.count("aten::sin")))
+        table = torch.ops.foo.rms_norm((2 * ANGLES).sin(), input + 1)
+        assert torch.equal(normed, torch.ops.foo.rms_norm(table))
+        assert torch.equal(sum_normed, torch.ops.foo.rms_norm((2 * ANGLES).cos() + input))
+    assert counts == [(1, 1), (1, 1), (1, 0), (1, 0)]
 
 
 def test_starting_over_without_results_of_integers():
+    """What was left out reads integers that a call before has read last."""
     program = Program(
-        9,
+        13,
         [0, 1],
-        [8],
+        [12],
         [(2, ANGLES)],
         [
-            call("aten::clone", [register(1)], [register(7)]),
-            call("aten::mul", [register(2), register(7)], [register(3)], [7], "Tensor"),
-            call("aten::clone", [register(0)], [register(4)]),
-            call("foo::rms_norm", [register(4)], [register(4)]),
+            call("aten::sum", [register(1)], [register(7)]),
+            call("aten::mul", [register(2), register(7)], [register(3)], [], "Tensor"),
+            call("aten::add", [register(0), register(7)], [register(9)], [7], "Tensor"),
+            call("aten::clone", [register(0)], [register(10)]),
+            call("foo::rms_norm", [register(10)], [register(4)], [10]),
             call("aten::cos", [register(3)], [register(5)], [3]),
             call("foo::rms_norm", [register(5)], [register(6)], [5]),
-            call("aten::add", [register(4), register(6)], [register(8)], [4, 6], "Tensor"),
+            call("aten::add", [register(4), register(6)], [register(11)], [4, 6], "Tensor"),
+            call("aten::add", [register(11), register(9)], [register(8)], [9, 11], "Tensor"),
+            call("foo::rms_norm", [register(8)], [register(12)], [8]),
         ],
     )
     for rows in (1, 1, 1, 2, 2, 2, 3, 1, 1):
-        input, integers = numbers(rows, 64, seed=rows), torch.tensor([4])
-        table = torch.ops.foo.rms_norm(torch.cos(ANGLES * integers))
-        expected = torch.ops.foo.rms_norm(input) + table
+        input, integers = numbers(rows, 64, seed=rows), torch.full((20,), 2)
+        table = torch.ops.foo.rms_norm(torch.cos(ANGLES * 40))
+        total = torch.ops.foo.rms_norm(input) + table + (input + 40)
+        expected = torch.ops.foo.rms_norm(total)
         assert torch.equal(program.run(3, [input, integers])[0], expected)
