@@ -4,7 +4,7 @@ foo::linear_activation in other MLPs."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -21,11 +21,9 @@ from foo_ops.integrations.transformers.linear import (
 )
 from foo_ops.integrations.transformers.quantized import (
     FooJoined,
-    Operands,
     gated_product,
     joint_operands,
     lone_operands,
-    quantized_product,
 )
 from foo_ops.integrations.transformers.replacement import (
     Replacement,
@@ -62,15 +60,7 @@ def gated(module: nn.Module, input: Tensor) -> Tensor:
     joint = joint_operands(module, GATE_AND_UP, input)
     if joint is None:
         return silu_mul(*(layers[name](input) for name in GATE_AND_UP))  # type: ignore[misc]
-    return gated_in_one(input, *joint)
-
-
-def gated_in_one(input: Tensor, operands: Operands, rows: Sequence[int]) -> Tensor:
-    """Compute the same from one weight with the rows of gate and up."""
-    result = gated_product(input, operands)
-    if result is None:
-        return silu_mul(*quantized_product(input, *operands).split_with_sizes(rows, -1))
-    return result
+    return gated_product(input, *joint)
 
 
 def has_layers(module: nn.Module, names: set[str]) -> bool:
@@ -153,7 +143,7 @@ class FooPackedMLP(Replacement):
         if operands is None:
             return self.down_proj(silu_mul(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
         rows = [len(operands.weight) // 2] * 2
-        return self.down_proj(gated_in_one(hidden_states, operands, rows))
+        return self.down_proj(gated_product(hidden_states, operands, rows))
 
 
 # ---------------------------------------------------------------------------- other activations

@@ -38,6 +38,7 @@ from foo_ops.ops.experts.quantized import dequantized, moe_experts_quantized
 from foo_ops.ops.linear import any_requires_grad
 from foo_ops.ops.linear_quantized import grad_of_weight, quantize_weight
 from foo_ops.ops.linear_silu_mul_quantized import linear_silu_mul_quantized
+from foo_ops.ops.silu_mul import silu_mul
 
 # -------------------------------------------------------------------------------- sources of copies
 
@@ -877,18 +878,24 @@ def lone_operands(layer: Any, input: Tensor) -> Operands | None:
     return Operands(weight, scale, zero, bias, layer.foo_activations, table)
 
 
-def gated_product(input: Tensor, operands: Operands) -> Tensor | None:
-    """Return silu(gate) * up of a weight with the rows of both, or None if it takes two steps.
+def gated_product(input: Tensor, operands: Operands, rows: Sequence[int]) -> Tensor:
+    """Return silu(gate) * up, from one weight with the rows of both."""
+    if is_gated_at_once(input, operands):
+        weight, scale, zero, _, activations, _ = operands
+        return linear_silu_mul_quantized(input, weight, scale, zero, activations=activations)
+    return silu_mul(*quantized_product(input, *operands).split_with_sizes(rows, -1))
 
-    Few rows take two steps also in one operator, and a program of a token runs steps by itself.
+
+def is_gated_at_once(input: Tensor, operands: Operands) -> bool:
+    """Whether one operator computes the products and their gate.
+
+    Few rows take two steps in that operator, too, and a program of a token runs steps by itself.
     """
-    weight, scale, zero, bias, activations, table = operands
-    is_of_integers = table is None and (zero is not None or weight.dtype == torch.int8)
-    if not is_of_integers or bias is not None or input.dtype == torch.float64:
-        return None
-    if activations is None or input.numel() < MANY_ROWS * input.shape[-1]:
-        return None
-    return linear_silu_mul_quantized(input, weight, scale, zero, activations=activations)
+    weight, _, zero, bias, activations, table = operands
+    are_integers = table is None and (zero is not None or weight.dtype == torch.int8)
+    is_rounded = activations is not None and input.dtype != torch.float64
+    has_many_rows = input.numel() >= MANY_ROWS * input.shape[-1]
+    return are_integers and is_rounded and has_many_rows and bias is None
 
 
 @contextlib.contextmanager
