@@ -582,9 +582,9 @@ def tables(position, factor=1.0):
     return torch.cos(factor * ANGLES * (1 + 3 * position))
 
 
-def run_and_count(program, position, input):
+def run_and_count(program, position, *inputs):
     with torch.profiler.profile() as profile:
-        outputs = program.run(position, [input])
+        outputs = program.run(position, [*inputs])
     return outputs, sum(it.count for it in profile.key_averages() if it.key == "aten::cos")
 
 
@@ -724,9 +724,8 @@ def test_results_of_integers_are_kept(name):
     for turn, value in enumerate([5, 5, 7, 5, 7, 7, -2, 5]):
         integers[-1] = value
         given, input = integers if turn % 2 else integers.clone(), numbers(64, seed=turn)
-        with torch.profiler.profile() as profile:
-            (ours,) = program.run(3, [input, given])
-        counts.append(sum(it.count for it in profile.key_averages() if it.key == "aten::cos"))
+        (ours,), count = run_and_count(program, 3, input, given)
+        counts.append(count)
         assert torch.equal(ours, result_of_integers(value, input))
     assert counts == [1, 1, 1, 0, 0, 0, 1, 0]
 
@@ -793,7 +792,7 @@ def test_results_that_other_operators_read():
 
 
 def test_starting_over_without_results_of_integers():
-    """What was left out reads integers that a call before has read last."""
+    """Calls that were left out read integers that another call has read last."""
     program = Program(
         13,
         [0, 1],

@@ -4,7 +4,6 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>

@@ -820,7 +820,7 @@ def layout_of(tensor: Tensor | None) -> Any:
 
 
 class Operands(NamedTuple):
-    """What an input is multiplied by, and how: the arguments of `quantized_product`."""
+    """Arguments of `quantized_product` behind the input."""
 
     weight: Tensor
     scale: Tensor

@@ -194,13 +194,20 @@ def gate_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
     return ((activated("silu", gate, dtype) * up).rounded(dtype).error,)
 
 
+def gradients_of_gate(
+    grad: Approximate, gate: Approximate, up: Approximate, dtype: torch.dtype
+) -> tuple[Approximate, Approximate]:
+    """Return the gradients of both products, given that of the gate's result."""
+    of_gate = (grad * up * slope_of("silu", gate, dtype)).rounded(dtype)
+    return of_gate, (grad * activated("silu", gate, dtype)).rounded(dtype)
+
+
 def gate_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
     input, gate_weight, up_weight = (it.detach() for it in sample.inputs)
     dtype, grad = dtypes[0], Approximate.exact(cotangents[0])
     assert dtype is not None
     gate, up = (multiplied(input, it, None, dtype) for it in (gate_weight, up_weight))
-    of_gate = (grad * up * slope_of("silu", gate, dtype)).rounded(dtype)
-    of_up = (grad * activated("silu", gate, dtype)).rounded(dtype)
+    of_gate, of_up = gradients_of_gate(grad, gate, up, dtype)
     input_by_gate, of_gate_weight = gradients_of_product(of_gate, input, gate_weight, dtype)
     input_by_up, of_up_weight = gradients_of_product(of_up, input, up_weight, dtype)
     of_input = (input_by_gate + input_by_up).rounded(dtype)
@@ -831,8 +838,7 @@ def quantized_gate_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: T
     dtype, grad = dtypes[0], Approximate.exact(cotangents[0])
     assert dtype is not None
     gate, up = approximate_products(sample, dtype)
-    of_gate = (grad * up * slope_of("silu", gate, dtype)).rounded(dtype)
-    of_up = (grad * activated("silu", gate, dtype)).rounded(dtype)
+    of_gate, of_up = gradients_of_gate(grad, gate, up, dtype)
     value, error = (
         torch.cat((getattr(of_gate, part), getattr(of_up, part)), -1) for part in ("value", "error")
     )
