@@ -473,6 +473,45 @@ def greedy():
     return sampling
 
 
+ALIKE = {
+    "random": lambda it: it,
+    "ties": lambda it: it.round(),
+    "infinite": lambda it: it.masked_fill(it > 1, torch.inf),
+    "hidden": lambda it: torch.full_like(it, -torch.inf),
+    "zeros": lambda it: it.sign() * 0,
+    "NaN": lambda it: it.masked_fill(it > 2, torch.nan),
+    "only NaN": lambda it: it * torch.nan,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ALIKE)
+def test_the_likeliest_token(kind, dtype):
+    """The first of several, or of NaN."""
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 5, 97, 1024, 1025, 5000):
+        scores = ALIKE[kind](torch.randn(3, 2, count, generator=generator)).to(dtype)
+        apart = torch.empty(3, 2, 2 * count, dtype=dtype)[..., ::2].copy_(scores)
+        # Also the largest ones of each block of another.
+        tokens = [it[:, -1].float().argmax(-1) for it in (scores, scores.flip(-1))]
+        found = Sequences(torch.zeros(3, 0, dtype=torch.int64), [], 0, greedy())
+        for logits in (scores, scores.flip(-1), apart, scores[:, -1]):
+            found.append(logits)
+        expected = torch.stack((tokens[0], tokens[1], tokens[0], tokens[0]), 1)
+        assert torch.equal(found.tokens(), expected)
+
+
+def test_the_likeliest_token_before_the_end():
+    """An end is not taken before the least length, even if it is the likeliest."""
+    sampling = greedy()
+    sampling.least_length = 2
+    found = Sequences(torch.zeros(3, 0, dtype=torch.int64), [1, 4], 0, sampling)
+    logits = torch.tensor([[0.0, 9, 3, 4, 8], [0, 1, 7, 7, 7], [1, 2, 1, 0, 1]])
+    for _ in range(3):
+        found.append(logits)
+    assert found.tokens().tolist() == [[3, 3, 1], [2, 2, 2], [0, 0, 1]]
+
+
 def test_ends_and_padding():
     logits = torch.eye(5)
     found = Sequences(torch.zeros(3, 1, dtype=torch.int64), [2, 3], 1, greedy())

@@ -1,6 +1,7 @@
 """Loops of programs that stay from run to run, without their launchers."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -303,6 +304,78 @@ def test_inputs_and_outputs_are_let_go():
         storages = [it.untyped_storage() for it in (input, *program.run(0, [input]))]
         # Only the objects of Python hold them: an input with its tensor, outputs without.
         assert [torch._C._storage_Use_Count(it._cdata) for it in storages] == [2, 1, 1]
+
+
+def test_memory_of_views_is_let_go():
+    """The views of a cache stay for the next run, and their memory does not."""
+    part = register(1), [register(0), 0, 0, Number(1, 1)]
+    program = Program(
+        4,
+        [0],
+        [3],
+        [],
+        [
+            call("aten::slice", part[1], [part[0]], [], "Tensor"),
+            call("foo::rms_norm", [register(1)], [register(2)], [1]),
+            call("foo::rms_norm", [register(2)], [register(3)], [2]),
+        ],
+    )
+    for position, dtype in ((0, torch.float32), (4, torch.float32), (2, torch.float64)):
+        cache = numbers(6, 64, seed=position, dtype=dtype)
+        (output,) = program.run(position, [cache])
+        part_of_it = cache[: position + 1]
+        assert torch.equal(output, torch.ops.foo.rms_norm(torch.ops.foo.rms_norm(part_of_it)))
+        del part_of_it
+        storage = cache.untyped_storage()
+        assert torch._C._storage_Use_Count(storage._cdata) == 2
+
+
+def test_views_that_are_outputs_are_new_in_each_run():
+    operands = [register(0), 0, 0, Number(1, 1)]
+    program = Program(
+        3,
+        [0],
+        [1, 2],
+        [],
+        [
+            call("aten::slice", operands, [register(1)], [], "Tensor"),
+            numbered(([], register(0), [64, 1], register(2), [2, 32], [64, 1], 64)),
+        ],
+    )
+    caches = [numbers(6, 64, seed=it) for it in range(4)]
+    outputs = [program.run(position, [it]) for position, it in enumerate(caches)]
+    for position, (it, (part, view)) in enumerate(zip(caches, outputs)):
+        assert torch.equal(part, it[: position + 1])
+        assert torch.equal(view, it[1:3, :32])
+        assert part.data_ptr() == it.data_ptr()
+
+
+def test_loops_that_read_each_other():
+    """Small ones run as one step on a thread, in order; a profiler still tells them apart."""
+    first, second = numbers(64, 64, seed=1), numbers(64, 64, seed=2)
+    program = Program(
+        8,
+        [0],
+        [7],
+        [(2, first), (3, second)],
+        [
+            add(0, 1),
+            call("foo::linear", [register(1), register(2)], [register(4)], [1]),
+            call("foo::rms_norm", [register(4)], [register(5)], [4]),
+            call("foo::linear", [register(5), register(3)], [register(6)], [5]),
+            call("foo::rms_norm", [register(6)], [register(7)], [6]),
+        ],
+    )
+    linear, norm = torch.ops.foo.linear, torch.ops.foo.rms_norm
+    for seed in range(4):
+        input = numbers(3, 64, seed=seed)
+        expected = norm(linear(norm(linear(input + 1, first)), second))
+        with torch.profiler.profile() if seed == 3 else nullcontext() as seen:
+            (output,) = program.run(0, [input])
+        assert torch.equal(output, expected)
+    assert program.lasting_calls == 3
+    names = [it.name for it in seen.events() if it.name.startswith("foo::")]
+    assert names == ["foo::linear", "foo::rms_norm"] * 2
 
 
 def test_results_that_change_their_sizes():

@@ -95,6 +95,8 @@ def test_slices_of_inputs():
     check(lambda position, it: [it[:, -position:] + 1], memory)
     check(lambda position, it: [it[:, position::2].sum(1)], memory)
     check(lambda position, it: [torch.ops.aten.slice.Tensor(it, -2, 0, position)], memory)
+    check(lambda position, it: [it[:, -2:], it[:, -100:-1], it[:, 5:2], it[:, 7:100]], memory)
+    check(lambda position, it: [it[:, position - 9 :], it[:, : position - 4]], memory)
 
 
 def test_slices_of_slices_share_memory():
@@ -116,6 +118,53 @@ def test_fills():
 
     single, several = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     check(function, single, several, torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+
+
+INTEGERS = {
+    "one": lambda: torch.tensor([[7]]),
+    "several": lambda: torch.arange(8).view(4, 2) * 2**61,
+    "a vector": lambda: torch.arange(3),
+    "a number": lambda: torch.tensor(5),
+    "none": lambda: torch.empty(2, 0, dtype=torch.int64),
+    "transposed": lambda: torch.arange(8).view(2, 4).T,
+    "apart": lambda: torch.arange(8).view(2, 4)[:, 1:2],
+    "many": lambda: torch.arange(40).view(20, 2),
+    "three dimensions": lambda: torch.arange(8).view(2, 2, 2),
+    "int32": lambda: torch.arange(4, dtype=torch.int32).view(2, 2),
+    "float32": lambda: numbers(2, 2),
+}
+"""Tensors for which ATen is not asked, and others."""
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_sums_of_integers(kind):
+    it = INTEGERS[kind]()
+    check(lambda position, it: [it + 1, it + position, it - 3, it + it, it + 2.5], it)
+    check(lambda position, it: [torch.add(it, it, alpha=2), 1 + it, it + it[:1]], it.reshape(-1, 1))
+    other = torch.ones(it.shape, dtype=torch.int32)
+    check(lambda position, a, b: [a + b, a + torch.tensor(2**62)], it, other)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_copies_of_integers(kind):
+    it = INTEGERS[kind]()
+    formats = torch.contiguous_format, torch.preserve_format
+    check(lambda position, it: [it.clone(memory_format=each) for each in formats], it)
+    (copy,) = run(recorded(lambda position, it: [it.clone()], it), 11, it)
+    assert copy.data_ptr() != it.data_ptr() or it.numel() == 0
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_side_by_side(kind):
+    it = INTEGERS[kind]()
+    dims = range(-it.dim(), it.dim())
+    check(lambda position, it: [torch.cat((it, it + 1, it), each) for each in dims], it)
+    if it.dim() == 2:
+        wide = torch.arange(it.shape[0] * 50).view(it.shape[0], 50)
+        check(
+            lambda position, a, b: [torch.cat((a, b), 1), torch.cat((b[:, ::2], a), -1)], it, wide
+        )
+        check(lambda position, a, b: [torch.cat((b[:, :position], a + 1), -1)], it, wide)
 
 
 def test_what_depends_on_nothing_is_computed_once():

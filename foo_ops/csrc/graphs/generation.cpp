@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "graphs/shortcuts.h"
+
 namespace foo::graphs {
 namespace {
 
@@ -38,16 +40,19 @@ void Sequences::append(const at::Tensor& logits) {
   TORCH_CHECK_VALUE(has_layout && logits.size(0) == batch && logits.size(-1) > 0 && logits.is_cpu(),
                     "Sequences: logits must be (", batch, ", T, V) or (", batch,
                     ", V) on the CPU, got ", logits.sizes(), " on ", logits.device());
-  const at::Tensor chosen = next_tokens(logits, tokens(), ends_, sampling_);
+  const std::vector<int64_t> chosen = next_tokens(logits, tokens_, length_, ends_, sampling_);
   if (length_ == tokens_.size(1)) tokens_ = with_room(tokens_, length_);
-  const auto from = chosen.accessor<int64_t, 1>();
   auto to = tokens_.accessor<int64_t, 2>();
   for (const auto row : c10::irange(batch)) {
-    const int64_t token = is_unfinished_[row] ? from[row] : padding_;
+    const int64_t token = is_unfinished_[row] ? chosen[row] : padding_;
     to[row][length_] = token;
     if (std::find(ends_.begin(), ends_.end(), token) != ends_.end()) is_unfinished_[row] = false;
   }
   ++length_;
+}
+
+void Sequences::show(at::Tensor& view) const {
+  set_view(view, tokens_, {tokens_.size(0), length_}, tokens_.strides(), 0);
 }
 
 bool Sequences::goes_on() const {
@@ -57,10 +62,11 @@ bool Sequences::goes_on() const {
 void run_loop(const Program& program, const Loop& loop, int64_t position,
               std::vector<at::Tensor> inputs, Sequences& sequences, int64_t most,
               const std::function<void()>& between_tokens, Progress& progress) {
+  const Program::Series series(program);
   while (progress.count < most && sequences.goes_on()) {
     if (progress.count > 0) between_tokens();
-    if (loop.tokens.has_value()) inputs.at(*loop.tokens) = sequences.tokens();
-    auto outputs = program.run(position + progress.count, inputs);
+    if (loop.tokens.has_value()) sequences.show(inputs.at(*loop.tokens));
+    auto outputs = series.run(position + progress.count, inputs);
     if (!outputs.has_value()) return;
     progress.outputs = std::move(*outputs);
     ++progress.count;

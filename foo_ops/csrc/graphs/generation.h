@@ -31,6 +31,8 @@ class Sequences {
   bool goes_on() const;
   // Returns all tokens so far, (B, length). They share the memory of the sequences.
   at::Tensor tokens() const { return tokens_.narrow(1, 0, length_); }
+  // Makes `view` the same tensor; one that nothing else holds is used again.
+  void show(at::Tensor& view) const;
 
  private:
   at::Tensor tokens_;

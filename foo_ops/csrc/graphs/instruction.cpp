@@ -7,13 +7,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <cstring>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "graphs/shortcuts.h"
 #include "launch/batch.h"
-#include "launch/lasting.h"
 
 namespace foo::graphs {
 namespace {
@@ -39,103 +38,12 @@ bool has_strides(const at::Tensor& tensor, const std::vector<Number>& strides, i
   return true;
 }
 
-// Returns a tensor of the same memory, with sizes that are to be set.
-at::Tensor view_of_memory(const at::Tensor& base) {
-  return at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
-}
-
-at::Tensor view_of(const View& view, int64_t position, const Registers& registers) {
+// Returns false if the base has other strides than the recorded ones.
+bool run_view(const View& view, int64_t position, Registers& registers) {
   const at::Tensor& base = registers[view.base.index];
-  at::Tensor result = view_of_memory(base);
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(
-      at_position(view.sizes, position), at_position(view.strides, position),
-      base.storage_offset() + view.offset.at(position));
-  return result;
-}
-
-Shortcut shortcut_of(const OperatorCall& call) {
-  if (call.results.size() != 1 || call.arguments.empty()) return Shortcut::kNone;
-  const auto is_register = [](const Argument& it) {
-    return std::holds_alternative<Register>(it.value);
-  };
-  const auto is_register_result = [](const Result& it) {
-    return std::holds_alternative<Register>(it);
-  };
-  if (!is_register(call.arguments[0])) return Shortcut::kNone;
-  const c10::OperatorName& name = call.op.operator_name();
-  if (name.name == "aten::slice" && name.overload_name == "Tensor" &&
-      is_register_result(call.results[0])) {
-    return Shortcut::kSlice;
-  }
-  if (name.name == "aten::embedding" && is_register(call.arguments[1]) &&
-      is_register_result(call.results[0])) {
-    return Shortcut::kEmbedding;
-  }
-  const bool fills = name.name == "aten::fill_" && name.overload_name == "Scalar" &&
-                     std::holds_alternative<std::monostate>(call.results[0]);
-  return fills ? Shortcut::kFill : Shortcut::kNone;
-}
-
-// Returns no tensor where the dispatcher is needed.
-at::Tensor slice_of(const at::Tensor& base, const c10::IValue& dim, const c10::IValue& start,
-                    const c10::IValue& stop, const c10::IValue& step) {
-  const bool is_known = dim.isInt() && start.isInt() && stop.isInt() && step.isInt();
-  if (!is_known || !is_dense_on_cpu(base)) return {};
-  const int64_t first = start.toInt(), along = dim.toInt();
-  if (step.toInt() != 1 || along < 0 || along >= base.dim()) return {};
-  const int64_t last = std::min(stop.toInt(), base.size(along));
-  if (first < 0 || last < first) return {};
-  c10::DimVector sizes(base.sizes());
-  sizes[along] = last - first;
-  at::Tensor result = view_of_memory(base);
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(
-      sizes, base.strides(), base.storage_offset() + first * base.stride(along));
-  return result;
-}
-
-// Returns the rows of a few tokens, or no tensor where the dispatcher is needed. ATen takes 6 us to
-// copy one row, and 17 while the weights of a model pass through the caches.
-at::Tensor embedding_of(const at::Tensor& weight, const at::Tensor& indices) {
-  constexpr int64_t kMostTokens = 16;
-  const bool is_known = is_dense_on_cpu(weight) && weight.dim() == 2 && weight.is_contiguous() &&
-                        is_dense_on_cpu(indices) && indices.scalar_type() == at::kLong &&
-                        indices.is_contiguous() && indices.numel() <= kMostTokens;
-  if (!is_known) return {};
-  const int64_t* const index = indices.const_data_ptr<int64_t>();
-  const auto is_row = [&](int64_t it) { return 0 <= it && it < weight.size(0); };
-  if (!std::all_of(index, index + indices.numel(), is_row)) return {};
-  c10::DimVector sizes(indices.sizes());
-  sizes.push_back(weight.size(1));
-  at::Tensor result = at::empty(sizes, weight.options());
-  const size_t bytes = weight.size(1) * weight.element_size();
-  const auto* const from = static_cast<const char*>(weight.const_data_ptr());
-  auto* const to = static_cast<char*>(result.mutable_data_ptr());
-  for (int64_t i = 0; i < indices.numel(); ++i) {
-    std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
-  }
-  return result;
-}
-
-bool fill(const at::Tensor& target, const c10::IValue& value) {
-  const bool is_one =
-      is_dense_on_cpu(target) && target.scalar_type() == at::kLong && target.numel() == 1;
-  if (!is_one || !value.isInt()) return false;
-  *target.mutable_data_ptr<int64_t>() = value.toInt();
-  return true;
-}
-
-// Runs a call without the dispatcher, or returns false where that is impossible.
-bool run_shortcut(const OperatorCall& call, int64_t position, Registers& registers) {
-  if (call.shortcut == Shortcut::kNone) return false;
-  const at::Tensor& self = registers[std::get<Register>(call.arguments[0].value).index];
-  const auto given = [&](size_t place) { return call.arguments[place].at(position, registers); };
-  if (call.shortcut == Shortcut::kFill) return fill(self, given(1));
-  at::Tensor result = call.shortcut == Shortcut::kEmbedding
-                          ? embedding_of(self, given(1).toTensor())
-                          : slice_of(self, given(1), given(2), given(3), given(4));
-  if (!result.defined()) return false;
-  registers[std::get<Register>(call.results[0]).index] = std::move(result);
+  if (!has_strides(base, view.base_strides, position)) return false;
+  set_view(registers[view.result.index], base, at_position(view.sizes, position),
+           at_position(view.strides, position), base.storage_offset() + view.offset.at(position));
   return true;
 }
 
@@ -184,12 +92,10 @@ bool store(const std::vector<Result>& results, int64_t position, torch::jit::Sta
 
 bool execute(const Instruction& instruction, int64_t position, Registers& registers) {
   if (const auto* view = std::get_if<View>(&instruction.action)) {
-    if (!has_strides(registers[view->base.index], view->base_strides, position)) return false;
-    registers[view->result.index] = view_of(*view, position, registers);
-    return true;
+    return run_view(*view, position, registers);
   }
   const auto& call = std::get<OperatorCall>(instruction.action);
-  if (run_shortcut(call, position, registers)) return true;
+  if (call.shortcut != nullptr && call.shortcut(call, position, registers)) return true;
   torch::jit::Stack stack;
   stack.reserve(call.arguments.size());
   for (const Argument& each : call.arguments) stack.push_back(each.at(position, registers));
@@ -251,11 +157,19 @@ std::vector<bool> sharing_memory(const std::vector<Instruction>& instructions,
 
 void complete(std::vector<Instruction>& instructions) {
   for (Instruction& each : instructions) {
-    if (auto* call = std::get_if<OperatorCall>(&each.action)) call->shortcut = shortcut_of(*call);
+    auto* const call = std::get_if<OperatorCall>(&each.action);
+    if (call != nullptr) call->shortcut = shortcut_of(call->op.operator_name());
   }
   for (size_t i = 0; i < instructions.size(); ++i) {
     instructions[i].products = products_from(instructions, i);
   }
+}
+
+std::optional<int64_t> view_written(const Instruction& instruction) {
+  if (const auto* const view = std::get_if<View>(&instruction.action)) return view->result.index;
+  const auto& call = std::get<OperatorCall>(instruction.action);
+  const auto* const target = makes_view(call) ? std::get_if<Register>(&call.results[0]) : nullptr;
+  return target == nullptr ? std::nullopt : std::optional(target->index);
 }
 
 size_t end_of_group(const std::vector<Instruction>& instructions, size_t begin) {

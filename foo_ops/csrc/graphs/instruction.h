@@ -53,14 +53,16 @@ struct Guard {
 // Where an operator's result goes; results that nothing reads go nowhere.
 using Result = std::variant<std::monostate, Register, std::vector<int64_t>, Guard>;
 
-// Operators that are quicker done without the dispatcher, for tensors that allow it.
-enum class Shortcut { kNone, kSlice, kFill, kEmbedding };
+struct OperatorCall;
+
+// Makes a call without the dispatcher. Returns false where that is impossible.
+using Shortcut = bool (*)(const OperatorCall& call, int64_t position, Registers& registers);
 
 struct OperatorCall {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
   std::vector<Result> results;
-  Shortcut shortcut = Shortcut::kNone;
+  Shortcut shortcut = nullptr;
 };
 
 // A view of a tensor that the program computes, made without the dispatcher: 0.1 us in place of
@@ -120,6 +122,9 @@ void each_written(const OperatorCall& call, const Function& function) {
 // Returns for each of so many registers whether it may share memory with one of `these`.
 std::vector<bool> sharing_memory(const std::vector<Instruction>& instructions,
                                  const std::vector<int64_t>& these, size_t count);
+
+// Returns the register that gets a view which is made without the dispatcher, if there is one.
+std::optional<int64_t> view_written(const Instruction& instruction);
 
 // Whether all that a call does on the CPU is a parallel loop, which may wait in a batch.
 bool is_loop(const OperatorCall& call);

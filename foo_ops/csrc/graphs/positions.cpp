@@ -6,6 +6,7 @@
 #include <cstring>
 #include <set>
 
+#include "graphs/shortcuts.h"
 #include "launch/lasting.h"
 #include "launch/overlap.h"
 
@@ -14,8 +15,6 @@ namespace {
 
 // Most bytes of a constant, which is compared in each run, and of results that are kept.
 constexpr int64_t kMostBytesOfConstant = int64_t{1} << 12, kMostKept = int64_t{4} << 20;
-// Most integers that are read in each run: positions of as many tokens.
-constexpr int64_t kMostIntegers = 16;
 
 bool is_pure(const OperatorCall& call) {
   const c10::FunctionSchema& schema = call.op.schema();
@@ -29,11 +28,6 @@ bool is_small(const at::Tensor& tensor) {
   if (!tensor.defined() || !is_dense_on_cpu(tensor) || tensor.numel() == 0) return false;
   const Span span(tensor);
   return span.end - span.begin <= kMostBytesOfConstant;
-}
-
-bool are_few_integers(const at::Tensor& tensor) {
-  return tensor.defined() && is_dense_on_cpu(tensor) && tensor.is_contiguous() &&
-         tensor.scalar_type() == at::kLong && 0 < tensor.numel() && tensor.numel() <= kMostIntegers;
 }
 
 void append(std::string& key, const void* memory, size_t bytes) {
@@ -59,7 +53,8 @@ PositionResults::PositionResults(const std::vector<Instruction>& instructions,
 }
 
 void PositionResults::see(int64_t index, const at::Tensor& tensor) {
-  is_key_[index] = !is_constant_[index] && !changes_[index] && are_few_integers(tensor);
+  is_key_[index] = !is_constant_[index] && !changes_[index] && tensor.defined() &&
+                   are_few_integers(tensor) && tensor.is_contiguous();
 }
 
 void PositionResults::find(const Registers& registers, const std::vector<bool>& stays) {
@@ -162,7 +157,7 @@ bool PositionResults::restore(int64_t position, const Registers& registers) {
   append(key_, &position, sizeof(position));
   for (const int64_t index : keys_) {
     const at::Tensor& integers = registers[index];
-    if (!are_few_integers(integers)) {
+    if (!are_few_integers(integers) || !integers.is_contiguous()) {
       key_.clear();
       return false;
     }

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <set>
 
+#include "graphs/shortcuts.h"
 #include "launch/kernel_table.h"
 #include "launch/lasting.h"
 
@@ -62,15 +64,23 @@ void copy_values(const at::Tensor& from, const at::Tensor& to) {
 }  // namespace
 
 Preparation::Preparation(const std::vector<Instruction>& instructions,
-                         const std::vector<int64_t>& outputs, Registers registers)
+                         const std::vector<int64_t>& inputs, const std::vector<int64_t>& outputs,
+                         Registers registers)
     : instructions_(instructions),
+      inputs_(inputs),
       threads_(at::get_num_threads()),
       registers_(std::move(registers)),
+      is_input_(registers_.size()),
       is_read_(registers_.size()),
+      is_view_(registers_.size()),
       escapes_(sharing_memory(instructions, outputs, registers_.size())),
       positions_(instructions, registers_, outputs) {
   for (const at::Tensor& each : registers_) is_constant_.push_back(each.defined());
   stays_ = is_constant_;
+  for (const int64_t index : inputs) is_input_[index] = true;
+  for (const Instruction& each : instructions) {
+    if (const auto index = view_written(each)) is_view_[*index] = true;
+  }
   for (auto each = instructions.rbegin(); each != instructions.rend(); ++each) {
     if (const auto* view = std::get_if<View>(&each->action)) {
       if (is_read_[view->result.index] && is_fixed(*view)) is_read_[view->base.index] = true;
@@ -86,22 +96,35 @@ bool Preparation::fits() const {
   return threads_ == at::get_num_threads();
 }
 
-bool Preparation::run(int64_t position) {
+bool Preparation::run(int64_t position, const std::vector<at::Tensor>& inputs) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    at::Tensor& input = registers_[inputs_[i]];
+    // Counting who holds the memory of a cache means to wait for it.
+    if (!input.is_same(inputs[i])) input = inputs[i];
+  }
   return is_ready_ ? run_again(position) : run_first(position);
 }
 
 size_t Preparation::lasting_calls() const {
   size_t count = 0;
   for (const Step& step : steps_) {
-    if (step.loops.has_value() || step.call != nullptr) count += step.end - step.begin;
+    count += step.call != nullptr ? 1 : 0;
+    for (const Loops& each : step.loops) count += each.joined.calls();
   }
   return count;
 }
 
+void Preparation::forget_results() {
+  for (const int64_t index : left_) let_go(index);
+}
+
 void Preparation::forget() {
-  for (size_t index = 0; index < registers_.size(); ++index) {
-    if (!stays_[index]) registers_[index].reset();
-  }
+  forget_results();
+  for (const int64_t index : inputs_) registers_[index].reset();
+}
+
+void Preparation::let_go(int64_t index) {
+  is_view_[index] ? release_view(registers_[index]) : registers_[index].reset();
 }
 
 bool Preparation::run_first(int64_t position) {
@@ -117,25 +140,41 @@ bool Preparation::run_first(int64_t position) {
         each_written(*call, [&](int64_t index) { positions_.see(index, registers_[index]); });
       }
       for (const int64_t index : instructions_[next].last_uses) {
-        if (stays(index)) continue;
+        if (stays(index) || is_input_[index]) continue;
         step.last_uses.push_back(index);
-        registers_[index].reset();
+        let_go(index);
       }
     }
     // Views of what stays are made once.
     if (!is_lasting_view(instructions_[begin])) steps_.push_back(std::move(step));
   }
   prepare_positions();
+  merge_loops();
+  find_left();
   is_ready_ = true;
   return true;
 }
 
-bool Preparation::run_lasting(const Step& step, bool is_recorded) {
+void Preparation::run_loops(const Step& step, bool is_recorded) {
+  if (is_recorded) {
+    for (const Loops& each : step.loops) {
+      at::RecordFunction record(at::RecordScope::FUNCTION);
+      record.before(each.name);
+      each.joined.run();
+    }
+  } else if (step.loops.front().joined.is_for_one_thread()) {
+    const ScratchMemory scratch(scratch_pool(), 0, step.bytes);
+    for (const Loops& each : step.loops) each.joined.run_here(scratch.get());
+  } else {
+    step.loops.front().joined.run();
+  }
+}
+
+bool Preparation::run_call(const Step& step, bool is_recorded) {
   std::optional<at::RecordFunction> record;
-  if (is_recorded) record.emplace(at::RecordScope::FUNCTION).before(step.name);
-  if (step.loops.has_value()) {
-    step.loops->run();
-    return true;
+  if (is_recorded) {
+    const auto& call = std::get<OperatorCall>(instructions_[step.begin].action);
+    record.emplace(at::RecordScope::FUNCTION).before(call.op.operator_name().name);
   }
   c10::SmallVector<const at::Tensor*, 8> arguments;
   for (const int64_t index : step.arguments) arguments.push_back(&registers_[index]);
@@ -152,8 +191,10 @@ bool Preparation::run_again(int64_t position) {
       is_asked = true;
     }
     if (is_known && step.is_of_position) continue;
-    if (step.loops.has_value() || step.call != nullptr) {
-      if (!run_lasting(step, is_recorded)) {
+    if (!step.loops.empty()) {
+      run_loops(step, is_recorded);
+    } else if (step.call != nullptr) {
+      if (!run_call(step, is_recorded)) {
         // A call that has results writes them where later loops read them.
         if (has_results(instructions_[step.begin]))
           return start_over(step.begin, position, is_known);
@@ -168,7 +209,7 @@ bool Preparation::run_again(int64_t position) {
       copy_values(result, each.place);
       result = each.place;
     }
-    for (const int64_t index : step.last_uses) registers_[index].reset();
+    for (const int64_t index : step.last_uses) let_go(index);
   }
   rethrow_raised();
   if (is_asked && !is_known) positions_.keep();
@@ -186,6 +227,7 @@ bool Preparation::start_over(size_t begin, int64_t position, bool is_known) {
   positions_.stay_in({});
   bytes_ = 0;
   is_ready_ = false;
+  find_left();
   return execute_from(instructions_, begin, position, registers_);
 }
 
@@ -222,8 +264,9 @@ bool Preparation::prepare_loops(Step& step, int64_t position) {
   each_result([&](int64_t index) { bytes += registers_[index].nbytes(); });
   if (!stay || !has_room(bytes)) return true;
   each_result([&](int64_t index) { stays_[index] = true; });
-  step.loops = std::move(joined);
-  step.name = std::get<OperatorCall>(instructions_[step.begin].action).op.operator_name().name;
+  step.bytes = joined.bytes();
+  const auto& first = std::get<OperatorCall>(instructions_[step.begin].action);
+  step.loops.push_back({first.op.operator_name().name, std::move(joined)});
   return true;
 }
 
@@ -242,7 +285,6 @@ bool Preparation::prepare_call(Step& step, int64_t position) {
     return true;
   }
   each_written(call, [&](int64_t index) { stays_[index] = true; });
-  step.name = call.op.operator_name().name;
   step.arguments.clear();
   each_read(call.arguments, [&](int64_t index) { step.arguments.push_back(index); });
   step.call = std::move(taker.call);
@@ -289,13 +331,47 @@ void Preparation::prepare_positions() {
     }
     if (!step.is_of_position) continue;
     for (const Copy& each : step.copies) places.push_back(each.place);
-    if (!step.loops.has_value() && step.call == nullptr) continue;
+    if (step.loops.empty() && step.call == nullptr) continue;
     for (size_t next = step.begin; next < step.end; ++next) {
       each_written(std::get<OperatorCall>(instructions_[next].action),
                    [&](int64_t index) { places.push_back(registers_[index]); });
     }
   }
   positions_.stay_in(std::move(places));
+}
+
+void Preparation::merge_loops() {
+  const auto is_small = [](const Step& step) {
+    return !step.loops.empty() && step.loops.front().joined.is_for_one_thread();
+  };
+  std::vector<Step> merged;
+  for (Step& step : steps_) {
+    const bool joins =
+        !merged.empty() && is_small(merged.back()) && is_small(step) &&
+        merged.back().is_of_position == step.is_of_position &&
+        (merged.back().begin < positions_.begin()) == (step.begin < positions_.begin());
+    if (!joins) {
+      merged.push_back(std::move(step));
+      continue;
+    }
+    Step& last = merged.back();
+    last.end = step.end;
+    last.bytes = std::max(last.bytes, step.bytes);
+    std::move(step.loops.begin(), step.loops.end(), std::back_inserter(last.loops));
+    last.last_uses.insert(last.last_uses.end(), step.last_uses.begin(), step.last_uses.end());
+  }
+  steps_ = std::move(merged);
+}
+
+void Preparation::find_left() {
+  std::vector<bool> are_released(registers_.size());
+  for (const Step& step : steps_) {
+    for (const int64_t index : step.last_uses) are_released[index] = true;
+  }
+  left_.clear();
+  for (size_t index = 0; index < registers_.size(); ++index) {
+    if (!stays_[index] && !is_input_[index] && !are_released[index]) left_.push_back(index);
+  }
 }
 
 bool Preparation::is_lasting_view(const Instruction& instruction) const {

@@ -26,22 +26,23 @@ namespace foo::graphs {
 class Preparation {
  public:
   // `registers` has the constants.
-  Preparation(const std::vector<Instruction>& instructions, const std::vector<int64_t>& outputs,
-              Registers registers);
+  Preparation(const std::vector<Instruction>& instructions, const std::vector<int64_t>& inputs,
+              const std::vector<int64_t>& outputs, Registers registers);
 
   // Whether it is for this thread's number of threads: loops are cut for it.
   bool fits() const;
 
-  Registers& registers() { return registers_; }
+  const Registers& registers() const { return registers_; }
 
   // Runs the program, at first as `execute` does. Returns false as that does; then there must be
   // no further run.
-  bool run(int64_t position);
+  bool run(int64_t position, const std::vector<at::Tensor>& inputs);
 
   // How many calls run as loops that stay.
   size_t lasting_calls() const;
 
-  // Lets go of the tensors that do not stay, after a run.
+  // After a run, let go of the tensors that do not stay: of all but inputs, or of these, too.
+  void forget_results();
   void forget();
 
  private:
@@ -50,12 +51,18 @@ class Preparation {
     int64_t index;
     at::Tensor place;
   };
+  // Loops that run as one, and the first operator's name, for profilers.
+  struct Loops {
+    std::string name;
+    JoinedCalls<ParallelLoop> joined;
+  };
   struct Step {
     // Instructions, which run where there are no loops.
     size_t begin, end;
-    // The first operator's, for profilers.
-    std::string name;
-    std::optional<JoinedCalls<ParallelLoop>> loops;
+    // One after the other, with so many bytes of scratch memory; all on one thread if there are
+    // several.
+    std::vector<Loops> loops;
+    int64_t bytes = 0;
     // A call that is more than a loop, and the registers that it is given.
     std::unique_ptr<LastingCall> call;
     std::vector<int64_t> arguments;
@@ -67,8 +74,9 @@ class Preparation {
 
   bool run_first(int64_t position);
   bool run_again(int64_t position);
-  // Runs what stays of a step. Returns false if that takes a launcher.
-  bool run_lasting(const Step& step, bool is_recorded);
+  void run_loops(const Step& step, bool is_recorded);
+  // Returns false if that takes a launcher.
+  bool run_call(const Step& step, bool is_recorded);
   // Runs the rest from an instruction on without loops that stay; the next run is a first one.
   // `is_known` tells whether results of the position have been left out.
   bool start_over(size_t begin, int64_t position, bool is_known);
@@ -81,7 +89,11 @@ class Preparation {
   void prepare_copies(Step& step);
   // Lets results that depend on the position only be kept, if all that others read stay.
   void prepare_positions();
+  // Makes one step of neighbours that run on one thread.
+  void merge_loops();
+  void find_left();
 
+  void let_go(int64_t index);
   bool is_lasting_view(const Instruction& instruction) const;
   bool are_lasting_calls(size_t begin, size_t end) const;
   bool may_last(const Step& step) const;
@@ -90,12 +102,16 @@ class Preparation {
   bool stays(int64_t index) const { return stays_[index]; }
 
   const std::vector<Instruction>& instructions_;
+  const std::vector<int64_t>& inputs_;
   int64_t threads_;
   Registers registers_;
-  // For each register: whether it is a constant, whether its tensor stays, whether a loop may read
-  // it, and whether an output may share its memory.
-  std::vector<bool> is_constant_, stays_, is_read_, escapes_;
+  // For each register: whether it is an input, whether it is a constant, whether its tensor stays,
+  // whether a loop may read it, whether an output may share its memory, and whether it gets a view
+  // that is made again.
+  std::vector<bool> is_input_, is_constant_, stays_, is_read_, escapes_, is_view_;
   std::vector<Step> steps_;
+  // Registers of results that no step lets go of.
+  std::vector<int64_t> left_;
   PositionResults positions_;
   int64_t bytes_ = 0;
   bool is_ready_ = false;

@@ -10,11 +10,20 @@ namespace foo::graphs {
 
 Constant::Constant(at::Tensor tensor)
     : tensor_(std::move(tensor)),
+      storage_(tensor_.storage().unsafeGetStorageImpl()),
       memory_(tensor_.storage().data()),
       offset_(tensor_.storage_offset()),
       sizes_(tensor_.sizes()),
       strides_(tensor_.strides()),
       dtype_(tensor_.scalar_type()) {}
+
+void Constant::prefetch() const {
+  const auto* const lines = reinterpret_cast<const char*>(tensor_.unsafeGetTensorImpl());
+  for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
+    __builtin_prefetch(lines + line);
+  }
+  __builtin_prefetch(storage_);
+}
 
 bool Constant::is_in_place() const {
   return tensor_.storage().data() == memory_ && tensor_.storage_offset() == offset_ &&
@@ -33,23 +42,31 @@ Program::Program(int64_t register_count, std::vector<int64_t> inputs, std::vecto
   complete(instructions_);
 }
 
-std::optional<std::vector<at::Tensor>> Program::run(int64_t position,
-                                                    const std::vector<at::Tensor>& inputs) const {
-  TORCH_CHECK_VALUE(inputs.size() == inputs_.size(), "program: inputs must be ", inputs_.size(),
+Program::Series::~Series() {
+  if (lock_.owns_lock() && program_.preparation_ != nullptr) program_.preparation_->forget();
+}
+
+std::optional<std::vector<at::Tensor>> Program::Series::run(
+    int64_t position, const std::vector<at::Tensor>& inputs) const {
+  const std::vector<int64_t>& indices = program_.inputs_;
+  TORCH_CHECK_VALUE(inputs.size() == indices.size(), "program: inputs must be ", indices.size(),
                     " tensors, got ", inputs.size());
   // Recorded below autograd and autocast, as TorchDispatchMode sees calls.
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
   const NewResults results;
-  for (const auto& [index, constant] : constants_) {
-    if (!constant.is_in_place()) return std::nullopt;
+  // A model has hundreds, and its weights have pushed them out of the first caches.
+  constexpr size_t kAhead = 6;
+  const auto& constants = program_.constants_;
+  for (size_t i = 0; i < constants.size(); ++i) {
+    if (i + kAhead < constants.size()) constants[i + kAhead].second.prefetch();
+    if (!constants[i].second.is_in_place()) return std::nullopt;
   }
-  const std::unique_lock lock(preparation_mutex_, std::try_to_lock);
-  if (lock.owns_lock()) return run_prepared(position, inputs);
-  Registers registers = constants();
-  write_inputs(inputs, registers);
-  if (!execute_from(instructions_, 0, position, registers)) return std::nullopt;
-  return outputs_of(registers);
+  if (lock_.owns_lock()) return program_.run_prepared(position, inputs);
+  Registers registers = program_.constants();
+  for (size_t i = 0; i < inputs.size(); ++i) registers[indices[i]] = inputs[i];
+  if (!execute_from(program_.instructions_, 0, position, registers)) return std::nullopt;
+  return program_.outputs_of(registers);
 }
 
 size_t Program::lasting_calls() const {
@@ -62,18 +79,13 @@ std::optional<std::vector<at::Tensor>> Program::run_prepared(
   // After an error there is none.
   std::unique_ptr<Preparation> preparation = std::move(preparation_);
   if (preparation == nullptr || !preparation->fits()) {
-    preparation = std::make_unique<Preparation>(instructions_, outputs_, constants());
+    preparation = std::make_unique<Preparation>(instructions_, inputs_, outputs_, constants());
   }
-  write_inputs(inputs, preparation->registers());
-  if (!preparation->run(position)) return std::nullopt;
+  if (!preparation->run(position, inputs)) return std::nullopt;
   std::vector<at::Tensor> outputs = outputs_of(preparation->registers());
-  preparation->forget();
+  preparation->forget_results();
   preparation_ = std::move(preparation);
   return outputs;
-}
-
-void Program::write_inputs(const std::vector<at::Tensor>& inputs, Registers& registers) const {
-  for (size_t i = 0; i < inputs.size(); ++i) registers[inputs_[i]] = inputs[i];
 }
 
 std::vector<at::Tensor> Program::outputs_of(const Registers& registers) const {

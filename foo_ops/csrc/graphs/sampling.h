@@ -30,16 +30,17 @@ struct Sampling {
   double min_p = 0.0;
 };
 
-// Returns the next token of each sequence, (B,) int64.
+// Returns the next token of each sequence.
 //   logits  (B, T, V) or (B, V), of which the last are read
-//   tokens  (B, S) int64: the sequences so far
+//   tokens  int64, B contiguous rows that begin with the sequences so far
+//   length  of the sequences
 //   ends    tokens that end a sequence
 //
 // Samples are those of torch.multinomial from the softmax, with the same numbers of the CPU's
 // default generator: for each token an exponential random number; the token whose probability is
 // largest beside its number is drawn. Few tokens are left in the end, and only their numbers are
 // computed. Throws torch.multinomial's RuntimeError if probabilities are NaN.
-at::Tensor next_tokens(const at::Tensor& logits, const at::Tensor& tokens,
-                       const std::vector<int64_t>& ends, const Sampling& sampling);
+std::vector<int64_t> next_tokens(const at::Tensor& logits, const at::Tensor& tokens, int64_t length,
+                                 const std::vector<int64_t>& ends, const Sampling& sampling);
 
 }  // namespace foo::graphs

@@ -29,6 +29,18 @@ class JoinedCalls {
     threads_ = threads_of(jobs_, [&](int64_t job) { return cost(job); });
   }
 
+  size_t calls() const { return calls_.size(); }
+  int64_t bytes() const { return bytes_; }
+  bool is_for_one_thread() const { return std::min(threads_, jobs_) <= 1; }
+
+  // Runs on this thread, with at least bytes() of scratch memory.
+  void run_here(void* scratch) const {
+    for (const Call& call : calls_) {
+      const int64_t jobs = call.jobs();
+      for (int64_t job = 0; job < jobs; ++job) call.work(job, scratch);
+    }
+  }
+
   void run() const {
     share_jobs_among(
         threads_, jobs_,

@@ -315,12 +315,12 @@ void share_jobs(int64_t jobs, Work work, Cost cost = {}) {
 
 // The same for chains of jobs; next() returns a job of JobChains, or nothing.
 template <class Work>
-void share_chains(std::vector<std::vector<double>> costs, Work work) {
+void share_chains(const std::vector<std::vector<double>>& costs, Work work) {
   const int64_t most = threads_of(static_cast<int64_t>(costs.size()), [&](int64_t chain) {
     return std::accumulate(costs[chain].begin(), costs[chain].end(), 0.0);
   });
   if (PlanRecorder* const recorder = PlanRecorder::current()) {
-    recorder->loops.push_back({std::move(costs), true, most});
+    recorder->loops.push_back({costs, true, most});
     return;
   }
   const auto jobs = std::accumulate(
@@ -328,7 +328,7 @@ void share_chains(std::vector<std::vector<double>> costs, Work work) {
       [](int64_t sum, const auto& chain) { return sum + static_cast<int64_t>(chain.size()); });
   const int64_t threads = std::min(most, jobs);
   if (threads == 1) return work(0, ChainsInOrder(costs));
-  JobChains chains(std::move(costs), threads);
+  JobChains chains(costs, threads);
   run_threads(threads, [&](int64_t thread) { work(thread, [&] { return chains.take(thread); }); });
 }
 
@@ -385,10 +385,10 @@ template <class Parameters, class Piece, class Work>
 void run_chains(const Parameters& parameters,
                 void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,
                                int64_t* bytes),
-                std::vector<std::vector<double>> costs, const Piece& largest, Work work) {
+                const std::vector<std::vector<double>>& costs, const Piece& largest, Work work) {
   using Call = KernelCall<Parameters, Piece>;
   const int64_t bytes = Call::bytes(parameters, kernel, largest);
-  share_chains(std::move(costs), [&](int64_t thread, auto next) {
+  share_chains(costs, [&](int64_t thread, auto next) {
     const Call call(parameters, kernel, thread, bytes);
     for (auto job = next(); job.has_value(); job = next()) work(*job, call);
   });

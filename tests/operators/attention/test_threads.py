@@ -1,5 +1,7 @@
 """foo::attention and its gradients are the same, bit for bit, for every number of threads."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support.exact import assert_near
@@ -46,6 +48,45 @@ def test_results_do_not_depend_on_threads(sizes, options, dtype):
     expected = results(1)
     for count in (2, 5, 16):
         assert all(torch.equal(*pair) for pair in zip(results(count), expected, strict=True)), count
+
+
+CALLS = [
+    ((2, 4, 2, 1, 900), {}, 1),
+    ((2, 4, 2, 1, 901), {}, 1),
+    ((2, 4, 2, 1, 901), {"window_left": 30}, 1),
+    ((2, 4, 2, 1, 901), {"window_left": 30, "window_right": 2}, 1),
+    ((1, 4, 2, 1, 901), {}, 1),
+    ((1, 4, 4, 1, 901), {}, 1),
+    ((1, 4, 4, 1, 901), {}, 2),
+    ((1, 4, 4, 70, 901), {}, 2),
+    ((1, 4, 4, 70, 901), {"is_causal": True}, 2),
+    ((1, 4, 4, 70, 901), {"is_causal": True, "softcap": 5.0}, 2),
+    ((40, 16, 16, 1, 20), {}, 1),
+]
+"""Sizes, options and threads of calls that differ in little from the one before."""
+
+
+def test_calls_one_after_the_other():
+    """A call may run the loops of the one before only if it is alike."""
+
+    def result(sizes, options, count):
+        batch, heads, key_heads, queries, keys = sizes
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(batch, heads, queries, 24, generator=generator)
+        key, value = torch.randn(2, batch, key_heads, keys, 24, generator=generator)
+        with threads(count):
+            return torch.ops.foo.attention(query, key, value, **options)[0]
+
+    def alone(*call):
+        # A thread that has made no other call.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(result, *call).result()
+
+    expected = [alone(*it) for it in CALLS]
+    for order in (range(len(CALLS)), reversed(range(len(CALLS)))):
+        for place in order:
+            for _ in range(2):
+                assert torch.equal(result(*CALLS[place]), expected[place]), CALLS[place]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

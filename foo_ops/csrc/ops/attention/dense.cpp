@@ -103,6 +103,7 @@ class LastingAttention final : public LastingCall {
   LastingAttention(const Parameters& parameters, const AttentionArguments& arguments,
                    Outputs outputs)
       : parameters_(parameters),
+        sequences_(sequences_of(parameters)),
         options_(arguments.options()),
         dtype_(arguments.inputs().query.scalar_type()),
         outputs_(std::move(outputs)) {}
@@ -127,7 +128,8 @@ class LastingAttention final : public LastingCall {
     parameters_.query = Operand(query);
     parameters_.key = Operand(key);
     parameters_.value = Operand(value);
-    run_forward(parameters_, query, sequences_of(parameters_), options_);
+    for (Sequence& each : sequences_) each.key_length = keys;
+    run_forward(parameters_, query, sequences_, options_);
     return true;
   }
 
@@ -137,6 +139,7 @@ class LastingAttention final : public LastingCall {
   }
 
   Parameters parameters_;
+  std::vector<Sequence> sequences_;
   AttentionOptions options_;
   c10::ScalarType dtype_;
   // Their memory is where the parameters say.

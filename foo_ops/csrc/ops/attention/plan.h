@@ -56,6 +56,8 @@ const Piece& largest_of(const std::vector<Piece>& pieces);
 // A row of the batch, or a packed sequence.
 struct Sequence {
   int64_t batch, query_offset, query_length, key_offset, key_length;
+
+  bool operator==(const Sequence&) const = default;
 };
 
 inline int64_t ceil_divide(int64_t count, int64_t size) {
