@@ -109,7 +109,7 @@ size_t Preparation::lasting_calls() const {
   size_t count = 0;
   for (const Step& step : steps_) {
     count += step.call != nullptr ? 1 : 0;
-    for (const Loops& each : step.loops) count += each.joined.calls();
+    for (const Loops& each : step.loops) count += each.joined.calls().size();
   }
   return count;
 }
@@ -155,6 +155,23 @@ bool Preparation::run_first(int64_t position) {
   return true;
 }
 
+// A model's weights have pushed what describes its calls out of the first caches. While a step's
+// loops run, the calls up to the next such step are fetched.
+void Preparation::fetch_calls_after(const Step& step) const {
+  const Step* const end = steps_.data() + steps_.size();
+  for (const Step* next = &step + 1; next < end; ++next) {
+    if (!next->works.empty()) {
+      next->works.front().prefetch();
+      return;
+    }
+    if (next->call == nullptr) continue;
+    prefetch_bytes(next->call.get(), next->bytes);
+    for (const int64_t index : next->arguments) {
+      prefetch_bytes(registers_[index].unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+    }
+  }
+}
+
 void Preparation::run_loops(const Step& step, bool is_recorded) {
   if (is_recorded) {
     for (const Loops& each : step.loops) {
@@ -164,7 +181,12 @@ void Preparation::run_loops(const Step& step, bool is_recorded) {
     }
   } else if (step.loops.front().joined.is_for_one_thread()) {
     const ScratchMemory scratch(scratch_pool(), 0, step.bytes);
-    for (const Loops& each : step.loops) each.joined.run_here(scratch.get());
+    fetch_calls_after(step);
+    const std::vector<ParallelLoop::Work>& works = step.works;
+    for (size_t i = 0; i < works.size(); ++i) {
+      if (i + 1 < works.size()) works[i + 1].prefetch();
+      works[i].run(scratch.get());
+    }
   } else {
     step.loops.front().joined.run();
   }
@@ -288,6 +310,7 @@ bool Preparation::prepare_call(Step& step, int64_t position) {
   step.arguments.clear();
   each_read(call.arguments, [&](int64_t index) { step.arguments.push_back(index); });
   step.call = std::move(taker.call);
+  step.bytes = step.call->bytes_read();
   return true;
 }
 
@@ -361,6 +384,12 @@ void Preparation::merge_loops() {
     last.last_uses.insert(last.last_uses.end(), step.last_uses.begin(), step.last_uses.end());
   }
   steps_ = std::move(merged);
+  for (Step& step : steps_) {
+    if (!is_small(step)) continue;
+    for (const Loops& each : step.loops) {
+      for (const ParallelLoop& loop : each.joined.calls()) step.works.push_back(loop.all_work());
+    }
+  }
 }
 
 void Preparation::find_left() {

@@ -59,13 +59,15 @@ class Preparation {
   struct Step {
     // Instructions, which run where there are no loops.
     size_t begin, end;
-    // One after the other, with so many bytes of scratch memory; all on one thread if there are
-    // several.
+    // One after the other; all on one thread if there are several.
     std::vector<Loops> loops;
-    int64_t bytes = 0;
+    // The same loops side by side, if they run on one thread.
+    std::vector<ParallelLoop::Work> works;
     // A call that is more than a loop, and the registers that it is given.
     std::unique_ptr<LastingCall> call;
     std::vector<int64_t> arguments;
+    // Of the loops' scratch memory, or that are read of the call.
+    int64_t bytes = 0;
     std::vector<Copy> copies;
     std::vector<int64_t> last_uses;
     // Whether all results depend on nothing but the position.
@@ -75,6 +77,7 @@ class Preparation {
   bool run_first(int64_t position);
   bool run_again(int64_t position);
   void run_loops(const Step& step, bool is_recorded);
+  void fetch_calls_after(const Step& step) const;
   // Returns false if that takes a launcher.
   bool run_call(const Step& step, bool is_recorded);
   // Runs the rest from an instruction on without loops that stay; the next run is a first one.

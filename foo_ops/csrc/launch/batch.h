@@ -15,6 +15,13 @@
 
 namespace foo {
 
+// Fetches memory that is about to be read.
+inline void prefetch_bytes(const void* memory, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) {
+    __builtin_prefetch(static_cast<const char*>(memory) + line);
+  }
+}
+
 // Calls that do not depend on each other, whose jobs run in one parallel loop. A call has jobs(),
 // the bytes() of scratch memory that a job needs, work(job, scratch), and cost(job) in
 // multiplications.
@@ -29,17 +36,9 @@ class JoinedCalls {
     threads_ = threads_of(jobs_, [&](int64_t job) { return cost(job); });
   }
 
-  size_t calls() const { return calls_.size(); }
   int64_t bytes() const { return bytes_; }
   bool is_for_one_thread() const { return std::min(threads_, jobs_) <= 1; }
-
-  // Runs on this thread, with at least bytes() of scratch memory.
-  void run_here(void* scratch) const {
-    for (const Call& call : calls_) {
-      const int64_t jobs = call.jobs();
-      for (int64_t job = 0; job < jobs; ++job) call.work(job, scratch);
-    }
-  }
+  const std::vector<Call>& calls() const { return calls_; }
 
   void run() const {
     share_jobs_among(
@@ -82,21 +81,47 @@ class ParallelLoop {
  public:
   template <class Call>
   ParallelLoop(std::shared_ptr<const Call> call, std::vector<at::Tensor> tensors)
-      : jobs_(call->jobs()),
+      : work_{call.get(), &work_of<Call>, call->jobs(), bytes_read<Call>()},
         bytes_(call->bytes()),
-        work_([call](int64_t job, void* scratch) { call->work(job, scratch); }),
         cost_([call](int64_t job) { return call->cost(job); }),
         tensors_(std::move(tensors)) {}
 
-  int64_t jobs() const { return jobs_; }
+  // The jobs of a loop, which lives longer.
+  struct Work {
+    const void* call;
+    void (*function)(const void* call, int64_t job, void* scratch);
+    int64_t jobs;
+    // How many bytes of the call are read.
+    int64_t bytes;
+
+    void run(void* scratch) const {
+      for (int64_t job = 0; job < jobs; ++job) function(call, job, scratch);
+    }
+    void prefetch() const { prefetch_bytes(call, bytes); }
+  };
+
+  int64_t jobs() const { return work_.jobs; }
   int64_t bytes() const { return bytes_; }
-  void work(int64_t job, void* scratch) const { work_(job, scratch); }
+  void work(int64_t job, void* scratch) const { work_.function(work_.call, job, scratch); }
   double cost(int64_t job) const { return cost_(job); }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  const Work& all_work() const { return work_; }
 
  private:
-  int64_t jobs_, bytes_;
-  std::function<void(int64_t job, void* scratch)> work_;
+  template <class Call>
+  static void work_of(const void* call, int64_t job, void* scratch) {
+    static_cast<const Call*>(call)->work(job, scratch);
+  }
+
+  template <class Call>
+  static constexpr int64_t bytes_read() {
+    if constexpr (requires { Call::kBytesRead; }) return Call::kBytesRead;
+    return sizeof(Call);
+  }
+
+  Work work_;
+  int64_t bytes_;
+  // Also holds the call.
   std::function<double(int64_t job)> cost_;
   std::vector<at::Tensor> tensors_;
 };

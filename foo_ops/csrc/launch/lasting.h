@@ -38,6 +38,9 @@ class LastingCall {
   // Makes the call on these tensors, and writes its results where the first call has. Returns false
   // where that takes the launcher, and has written nothing then.
   virtual bool run(TensorArguments arguments) = 0;
+
+  // How many bytes of the object are read in each call.
+  virtual int64_t bytes_read() const = 0;
 };
 
 // While an instance lives, its thread's call of an operator on the CPU may leave itself to be made

@@ -94,7 +94,7 @@ constexpr int64_t kNoDimensions[] = {1, 1};
 
 // A mutable pointer would copy a copy-on-write tensor: use a const pointer for tensors that are
 // only read.
-View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
+View view_of(const at::Tensor& tensor, bool is_written, Outside* outside) {
   const at::IntArrayRef sizes = tensor.sizes();
   const bool has_dimensions = tensor.dim() > 0;
   return {is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()),
@@ -103,7 +103,7 @@ View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
           has_dimensions ? tensor.strides().data() : kNoDimensions + 1,
           tensor.numel(),
           c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1),
-          &outside};
+          outside};
 }
 
 // Returns the tiles of a part for a thread, given the elements of the largest argument.
@@ -165,95 +165,137 @@ void TileCall::add_scratch() {
   add_number(0);
 }
 
+// What a kernel reads in each call, side by side: in tensors it would be far apart.
+class TileCall::Placed {
+ public:
+  explicit Placed(TileCall& call) {
+    elements_ = call.make_views(views_, nullptr);
+    numbers_ = call.numbers_;
+    size_t count = 0;
+    for (const View& view : views_) count += 2 * view.ndim;
+    // It does not grow once views point to it.
+    shapes_.reserve(count);
+    for (View& view : views_) {
+      keep(view.sizes, view.ndim);
+      keep(view.strides, view.ndim);
+    }
+  }
+  // Numbers point to views, and these to shapes.
+  Placed(const Placed&) = delete;
+  Placed& operator=(const Placed&) = delete;
+
+  const int64_t* numbers() const { return numbers_.data(); }
+  Views& views() { return views_; }
+  // The largest number of elements of an argument.
+  int64_t elements() const { return elements_; }
+
+ private:
+  void keep(const int64_t*& values, int64_t count) {
+    if (count == 0) return;
+    shapes_.append(values, values + count);
+    values = shapes_.end() - count;
+  }
+
+  int64_t elements_;
+  c10::SmallVector<int64_t, 16> numbers_;
+  Views views_;
+  c10::SmallVector<int64_t, 32> shapes_;
+};
+
 // A call of JoinedCalls.
 class TileCall::Waiting {
  public:
   Waiting(TileCall call, TileFunction* function, int64_t tiles, int64_t grain)
-      : call_(std::move(call)), function_(function), tiles_(tiles), grain_(std::min(grain, tiles)) {
-    elements_ = call_.make_views(views_, outside_);
-  }
+      : function_(function),
+        tiles_(tiles),
+        grain_(std::min(grain, tiles)),
+        placed_(call),
+        call_(std::move(call)) {}
+
+  // All but the tensors.
+  static constexpr int64_t kBytesRead = 3 * sizeof(int64_t) + sizeof(Placed);
 
   int64_t jobs() const { return tiles_ == 0 ? 0 : (tiles_ + grain_ - 1) / grain_; }
   int64_t bytes() const { return 0; }
 
   // An element takes about as long as a multiplication.
   double cost(int64_t) const {
-    return static_cast<double>(elements_ * grain_) / static_cast<double>(tiles_);
+    return static_cast<double>(placed_.elements() * grain_) / static_cast<double>(tiles_);
   }
 
   void work(int64_t job, void*) const {
     const int64_t begin = job * grain_;
     int64_t count = 0;
-    function_(call_.numbers_.data(), kRunTiles, &count, begin, std::min(begin + grain_, tiles_));
+    function_(placed_.numbers(), kRunTiles, &count, begin, std::min(begin + grain_, tiles_));
   }
 
  private:
-  TileCall call_;
   TileFunction* function_;
-  int64_t tiles_, grain_, elements_;
-  Views views_;
-  Outside outside_{};
+  int64_t tiles_, grain_;
+  Placed placed_;
+  // Holds the tensors.
+  TileCall call_;
 };
 
 class TileCall::Lasting final : public LastingCall {
  public:
   Lasting(TileCall call, TileFunction* function, const std::vector<bool>& are_copies)
-      : call_(std::move(call)), function_(function) {
-    elements_ = call_.make_views(views_, outside_);
+      : function_(function), placed_(call), call_(std::move(call)) {
     for (size_t i = 0; i < call_.tensors_.size(); ++i) {
-      const at::Tensor& tensor = call_.tensors_[i];
-      layouts_.push_back({tensor.scalar_type(), c10::DimVector(tensor.sizes()),
-                          c10::DimVector(tensor.strides()), are_copies[i]});
-    }
-    for (size_t i = 0; i < views_.size(); ++i) {
-      if (views_[i].ndim > 0) {
-        views_[i].sizes = layouts_[i].sizes.data();
-        views_[i].strides = layouts_[i].strides.data();
-      }
-      if (!are_copies[i]) call_.tensors_[i].reset();
+      at::Tensor& tensor = call_.tensors_[i];
+      known_.push_back(
+          {tensor.key_set(), tensor.scalar_type(), are_copies[i], call_.is_written_[i]});
+      if (!are_copies[i]) tensor.reset();
     }
   }
 
   bool run(TensorArguments arguments) override {
-    if (arguments.size() != views_.size() || checks_bounds()) return false;
-    for (size_t i = 0; i < views_.size(); ++i) {
-      if (!layouts_[i].fits(*arguments[i])) return false;
+    if (arguments.size() != known_.size() || checks_bounds()) return false;
+    for (size_t i = 0; i < known_.size(); ++i) {
+      if (!known_[i].fits(*arguments[i], placed_.views()[i])) return false;
     }
     if (place(arguments)) overlaps_ = has_overlap(arguments);
     if (overlaps_) return false;
+    const int64_t* const numbers = placed_.numbers();
     int64_t tiles = 0, refused = 0;
-    function_(call_.numbers_.data(), kCountTiles, &tiles, 0, 0);
+    function_(numbers, kCountTiles, &tiles, 0, 0);
     if (tiles == kRefused) return false;
-    at::parallel_for(0, tiles, grain_of(tiles, elements_), [&](int64_t begin, int64_t end) {
-      function_(call_.numbers_.data(), kRunTiles, &refused, begin, end);
-    });
+    at::parallel_for(
+        0, tiles, grain_of(tiles, placed_.elements()),
+        [&](int64_t begin, int64_t end) { function_(numbers, kRunTiles, &refused, begin, end); });
     return true;
   }
 
- private:
-  struct TensorLayout {
-    c10::ScalarType dtype;
-    c10::DimVector sizes, strides;
-    bool is_copied;
+  int64_t bytes_read() const override { return sizeof(Lasting) - sizeof(TileCall); }
 
-    bool fits(const at::Tensor& tensor) const {
-      return is_dense_on_cpu(tensor) && tensor.scalar_type() == dtype && tensor.sizes() == sizes &&
-             tensor.strides() == strides;
+ private:
+  struct KnownTensor {
+    c10::DispatchKeySet keys;
+    c10::ScalarType dtype;
+    bool is_copied, is_written;
+
+    bool fits(const at::Tensor& tensor, const View& view) const {
+      const auto dimensions = static_cast<size_t>(view.ndim);
+      return (tensor.key_set() == keys || is_dense_on_cpu(tensor)) &&
+             tensor.scalar_type() == dtype &&
+             tensor.sizes() == at::IntArrayRef(view.sizes, dimensions) &&
+             tensor.strides() == at::IntArrayRef(view.strides, dimensions);
     }
   };
 
   // Returns whether one of the tensors is not where it was.
   bool place(TensorArguments arguments) {
     bool has_moved = false;
-    for (size_t i = 0; i < views_.size(); ++i) {
+    for (size_t i = 0; i < known_.size(); ++i) {
       const at::Tensor& tensor = *arguments[i];
-      if (layouts_[i].is_copied) {
-        std::memcpy(views_[i].data, tensor.const_data_ptr(), tensor.nbytes());
+      View& view = placed_.views()[i];
+      if (known_[i].is_copied) {
+        std::memcpy(view.data, tensor.const_data_ptr(), tensor.nbytes());
         continue;
       }
-      void* const data = call_.is_written_[i] ? tensor.mutable_data_ptr()
+      void* const data = known_[i].is_written ? tensor.mutable_data_ptr()
                                               : const_cast<void*>(tensor.const_data_ptr());
-      has_moved |= std::exchange(views_[i].data, data) != data;
+      has_moved |= std::exchange(view.data, data) != data;
     }
     return has_moved;
   }
@@ -261,20 +303,19 @@ class TileCall::Lasting final : public LastingCall {
   // Whether a tensor that is written shares memory with another one.
   bool has_overlap(TensorArguments arguments) const {
     for (size_t i = 0; i < arguments.size(); ++i) {
-      for (size_t j = 0; call_.is_written_[i] && j < arguments.size(); ++j) {
+      for (size_t j = 0; known_[i].is_written && j < arguments.size(); ++j) {
         if (i != j && overlap_of(*arguments[i], *arguments[j]) != Overlap::kNone) return true;
       }
     }
     return false;
   }
 
-  TileCall call_;
   TileFunction* function_;
-  int64_t elements_;
   bool overlaps_ = false;
-  Views views_;
-  std::vector<TensorLayout> layouts_;
-  Outside outside_{};
+  c10::SmallVector<KnownTensor, 8> known_;
+  Placed placed_;
+  // Holds copies.
+  TileCall call_;
 };
 
 std::unique_ptr<LastingCall> TileCall::lasting(TileCall call, Kernel& kernel,
@@ -298,7 +339,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   outside.is_found = 0;
   values_.check_bounds(outside);
   Views views;
-  const int64_t largest = make_views(views, outside);
+  const int64_t largest = make_views(views, &outside);
   // Scratch memory of the call, then of its threads; kept until nothing refers to a view.
   std::deque<Scratch> scratch;
   const auto require_inside = [&] {
@@ -349,7 +390,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   return true;
 }
 
-int64_t TileCall::make_views(Views& views, Outside& outside) {
+int64_t TileCall::make_views(Views& views, Outside* outside) {
   int64_t largest = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     views.push_back(view_of(tensors_[i], is_written_[i], outside));

@@ -147,6 +147,8 @@ class TileCall {
  private:
   using Views = c10::SmallVector<View, 8>;
 
+  // Arguments of calls that are made again.
+  class Placed;
   // A call that waits, where its tensors and views stay.
   class Waiting;
   // A call that is made again, on other tensors.
@@ -171,8 +173,8 @@ class TileCall {
   };
 
   // Makes the views and writes their addresses to the kernel's arguments. Returns the largest
-  // number of elements of an argument.
-  int64_t make_views(Views& views, Outside& outside);
+  // number of elements of an argument. Kernels that check accesses record them in `outside`.
+  int64_t make_views(Views& views, Outside* outside);
 
   void add_number(int64_t number);
   void add_signature(const at::Tensor& tensor);

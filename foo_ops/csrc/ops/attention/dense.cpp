@@ -133,6 +133,8 @@ class LastingAttention final : public LastingCall {
     return true;
   }
 
+  int64_t bytes_read() const override { return sizeof(LastingAttention); }
+
  private:
   bool is_alike(const at::Tensor& tensor, c10::IntArrayRef sizes) const {
     return is_dense_on_cpu(tensor) && tensor.scalar_type() == dtype_ && tensor.sizes() == sizes;
