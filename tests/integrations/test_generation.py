@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 import transformers
-from foo_ops._C import Sampling, Sequences
+from foo_ops._C import Loop, Program, Progress, Register, Sampling, Sequences
 from support.transformer_models import build, decoder, padding, tokens
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -526,6 +526,19 @@ def test_ends_and_padding():
     assert found.tokens().tolist() == [[0, 4, 3, 1], [0, 2, 1, 1], [0, 4, 4, 2]]
     assert not found.goes_on
     assert found.length == 4
+
+
+def test_tokens_that_are_given_to_a_loop_stay():
+    """A loop shows a program all tokens so far in a tensor of its own."""
+    cast = [], "aten::_to_copy", "", ((Register(0),), {"dtype": torch.float32}, (Register(1),))
+    program = Program(2, [0], [1], [], [cast])
+    sequences = Sequences(torch.tensor([[5, 9, 2]]), [], 0, greedy())
+    tokens, progress = sequences.tokens(), Progress()
+    program.run_loop(Loop([], 0, 0), 0, [tokens], sequences, 3, progress)
+    assert progress.count == 3
+    # The place of the largest token so far.
+    assert sequences.tokens().tolist() == [[5, 9, 2, 1, 1, 1]]
+    assert tokens.tolist() == [[5, 9, 2]]
 
 
 def test_memory_of_sequences_grows():

@@ -20,8 +20,8 @@ bool are_few_integers(const at::Tensor& tensor);
 // Whether a call is made by a shortcut that makes its result by `set_view`.
 bool makes_view(const OperatorCall& call);
 
-// Makes `result` a view of the base's memory. What `release_view` has left is used again: 0.06 us
-// in place of 0.25.
+// Makes `result` a view of the base's memory. What `release_view` has left is used again, for which
+// nothing is allocated.
 void set_view(at::Tensor& result, const at::Tensor& base, at::IntArrayRef sizes,
               at::IntArrayRef strides, int64_t offset);
 

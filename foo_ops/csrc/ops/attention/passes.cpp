@@ -111,7 +111,7 @@ struct ForwardLoops {
 };
 
 // The loops of a thread's last call, which run again if the next one is alike: the layers of a
-// model are. In a token's call, planning takes 0.3 of the 0.9 us that are not its kernel.
+// model are. A call of one query with 8 heads takes 6.9 us then, and 8.3 with a plan of its own.
 class KnownLoops {
  public:
   // Returns the loops of a call without a mask and programs, which stay until the next call.
