@@ -748,6 +748,35 @@ def test_starting_over_without_results_of_the_position():
         assert torch.equal(program.run(3, [input])[0], result)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_starting_over_in_order(count):
+    """Loops of one step that have been left out read each other."""
+    rows = 250
+    norms = [call("foo::rms_norm", [register(it)], [register(it + 1)], [it]) for it in (5, 6, 7, 8)]
+    program = Program(
+        13,
+        [0],
+        [12],
+        [(2, ANGLES)],
+        [
+            call("aten::mul", [register(2), Number(1, 3)], [register(3)], [], "Scalar"),
+            call("aten::cos", [register(3)], [register(4)], [3]),
+            call("aten::repeat", [register(4), [rows, 1]], [register(5)], [4]),
+            *norms,
+            call("aten::clone", [register(0)], [register(10)]),
+            call("foo::rms_norm", [register(10)], [register(11)], [10]),
+            call("aten::add", [register(11), register(9)], [register(12)], [9, 11], "Tensor"),
+        ],
+    )
+    norm = torch.ops.foo.rms_norm
+    with threads(count):
+        for position in [3, 5] * 5:
+            table = norm(norm(norm(norm(tables(position).repeat(rows, 1)))))
+            for size in (1, 1, 1, rows):
+                input = numbers(size, 64, seed=size)
+                assert torch.equal(program.run(position, [input])[0], norm(input) + table)
+
+
 def with_integers(*chosen, kept=3):
     """Return a program of ``rms_norm(rms_norm(cos(angles * integers), input + 1))``.
 

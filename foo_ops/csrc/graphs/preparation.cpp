@@ -242,7 +242,10 @@ bool Preparation::start_over(size_t begin, int64_t position, bool is_known) {
   for (const Step& step : steps_) {
     // Instructions after `begin` may read results that were left out before it.
     if (!is_known || !step.is_of_position || step.begin >= begin) continue;
-    if (!execute(instructions_, step.begin, step.end, position, registers_)) return false;
+    // One by one: they may read each other, which a batch must not.
+    for (size_t next = step.begin; next < step.end; ++next) {
+      if (!execute(instructions_, next, next + 1, position, registers_)) return false;
+    }
   }
   steps_.clear();
   stays_ = is_constant_;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
+#include "launch/batch.h"
 #include "launch/memory.h"
 
 namespace foo::graphs {
@@ -18,11 +19,8 @@ Constant::Constant(at::Tensor tensor)
       dtype_(tensor_.scalar_type()) {}
 
 void Constant::prefetch() const {
-  const auto* const lines = reinterpret_cast<const char*>(tensor_.unsafeGetTensorImpl());
-  for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) {
-    __builtin_prefetch(lines + line);
-  }
-  __builtin_prefetch(storage_);
+  prefetch_bytes(tensor_.unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+  prefetch_bytes(storage_, sizeof(c10::StorageImpl));
 }
 
 bool Constant::is_in_place() const {
