@@ -66,7 +66,7 @@ class Preparation {
     // A call that is more than a loop, and the registers that it is given.
     std::unique_ptr<LastingCall> call;
     std::vector<int64_t> arguments;
-    // Of the loops' scratch memory, or that are read of the call.
+    // Loops need so much scratch memory; of a call so much is read each time.
     int64_t bytes = 0;
     std::vector<Copy> copies;
     std::vector<int64_t> last_uses;

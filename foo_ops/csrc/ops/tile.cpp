@@ -165,7 +165,7 @@ void TileCall::add_scratch() {
   add_number(0);
 }
 
-// What a kernel reads in each call, side by side: in tensors it would be far apart.
+// A kernel reads these in each call, so they lie side by side: in tensors they would be far apart.
 class TileCall::Placed {
  public:
   explicit Placed(TileCall& call) {
