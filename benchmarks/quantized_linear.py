@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +40,8 @@ Weights = tuple[Tensor, ...]
 class Layer:
     """A layer with weights of 8 bits, or of 8 or 4 bits in groups, and its number of input rows.
 
-    With ``activations``, rows are rounded to that many bits. With a table, weights of 4 bits are
-    codes of its numbers, as in NF4.
+    With ``activations``, rows are rounded to that many bits, and many rows of groups by section, as
+    `apply` does. With a table, weights of 4 bits are codes of its numbers, as in NF4.
     """
 
     dtype: str
@@ -59,6 +60,11 @@ class Layer:
         rows = "" if self.activations is None else f", rows of {self.activations} bits"
         sizes = f"{self.rows} x {self.width} x {self.outputs}"
         return f"{kind}{groups}{rows}, {self.dtype}, {sizes}"
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        by_section = self.activations is not None and self.group_size is not None and self.rows > 16
+        return {"activations": self.activations, "by_section": by_section}
 
     @property
     def target(self) -> float:
@@ -126,11 +132,11 @@ def contenders(layer: Layer) -> Contenders:
         ours = partial(
             foo_ops.linear_int4,
             group_size=layer.group_size,  # type: ignore[arg-type]
-            activations=layer.activations,
+            **layer.rounding,
         )
         ways = {OURS: (ours, quantized), "torch": (torch_int4, pack_for_torch(*quantized))}
     else:
-        ways = {OURS: (partial(foo_ops.linear_int8, activations=layer.activations), quantized)}
+        ways = {OURS: (partial(foo_ops.linear_int8, **layer.rounding), quantized)}
         if layer.group_size is None:
             ways["torch"] = torch.ops.aten._weight_int8pack_mm.default, quantized
     ways[UNQUANTIZED] = F.linear, (dense,)

@@ -31,7 +31,9 @@ from foo_ops.ops.linear import linear, product_flops
 # ---------------------------------------------------------------------------------- quantize_weight
 
 
-INT8_LARGEST, INT4_LARGEST = 127, 15
+INT8_SMALLEST, INT8_LARGEST, INT4_LARGEST = -128, 127, 15
+# Steps of a section: see foo_ops/csrc/ops/linear/integer.cpp.
+SECTION = 512
 # Rows whose largest magnitude is smaller are rounded to zeros: see
 # foo_ops/kernels/simd/fixed_point.py.
 SMALLEST_ROUNDED = 2.0**-100
@@ -490,8 +492,8 @@ def _overflows(steps: Tensor | int, scale: Tensor) -> Tensor:
 
 library.define(
     "foo::linear_int8",
-    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None, *, int? activations=None) "
-    "-> Tensor",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None, *, int? activations=None, "
+    "bool by_section=False) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -503,6 +505,7 @@ def linear_int8(
     bias: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Compute ``input @ (weight * scale).T + bias`` with integers of 8 bits.
 
@@ -517,6 +520,8 @@ def linear_int8(
         bias: (N,), of input's dtype.
         activations: 8 to round input to integers of 8 bits, and multiply integers: faster, and less
             exact. None computes with input as it is.
+        by_section: round input and weight to 8 bits for each section of 512 elements of a row, in
+            place of groups: for many rows faster still.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Products with the integers, which are exact
@@ -534,8 +539,13 @@ def linear_int8(
         with infinities or NaN gives NaN, and one whose largest magnitude is below 2^-100 counts as
         zeros. The gradient for input is that of the weights, as if it had not been rounded.
 
+        With ``by_section``, so are sections of input, and weights of groups become multiples of 1 /
+        127 of the largest that integers from -128 to 127 and the scales of their section can make.
+        Gradients are as if neither had been rounded, except that scale's is that of rounded input.
+
     Raises:
-        ValueError: for shapes that do not fit together, and other numbers of bits.
+        ValueError: for shapes that do not fit together, other numbers of bits, and by_section
+            without ``activations`` or groups.
         TypeError: for dtypes, and float64 with ``activations``.
 
     Example:
@@ -543,7 +553,9 @@ def linear_int8(
         >>> foo_ops.linear_int8(torch.tensor([[1.0, 2.0]]), weight, scale)
         tensor([[131., 508.]])
     """
-    return torch.ops.foo.linear_int8.default(input, weight, scale, bias, activations=activations)
+    return torch.ops.foo.linear_int8.default(
+        input, weight, scale, bias, activations=activations, by_section=by_section
+    )
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -557,8 +569,9 @@ def fake_int8(
     bias: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
-    _C.check_linear_int8(input, weight, scale, bias, activations)
+    _C.check_linear_int8(input, weight, scale, bias, activations, by_section)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -568,7 +581,7 @@ def fake_int8(
 library.define(
     "foo::linear_int4",
     "(Tensor input, Tensor weight, Tensor scale, Tensor zero, Tensor? bias=None, *, "
-    "int group_size, int? activations=None) -> Tensor",
+    "int group_size, int? activations=None, bool by_section=False) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -582,6 +595,7 @@ def linear_int4(
     *,
     group_size: int,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Compute ``input @ ((integers - zero) * scale).T + bias`` with integers of 4 bits.
 
@@ -598,6 +612,8 @@ def linear_int4(
         group_size: 32, 64 or 128 elements of a row that share a scale and a zero.
         activations: 8 to round input to integers of 8 bits, and multiply integers: faster, and less
             exact. None computes with input as it is.
+        by_section: round input and weight to 8 bits for each section of 512 elements of a row, in
+            place of groups: for many rows faster still.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Weights and sums are computed in float32
@@ -610,11 +626,13 @@ def linear_int4(
         result does not depend on the number of threads. Has gradients for input, scale, zero and
         bias, of every order.
 
-        With ``activations=8``, each group of input is rounded as by `foo_ops.linear_int8`.
+        With ``activations=8``, each group of input is rounded as by `foo_ops.linear_int8`, with
+        ``by_section`` each section, and weights too: to multiples of 1 / 127 of the largest that
+        integers from 0 to 15 and the zeros and scales of their section can make.
 
     Raises:
-        ValueError: for shapes that do not fit together, other group sizes, and other numbers of
-            bits.
+        ValueError: for shapes that do not fit together, other group sizes, other numbers of bits,
+            and by_section without ``activations``.
         TypeError: for dtypes, and float64 with ``activations``.
 
     Example:
@@ -625,7 +643,14 @@ def linear_int4(
                 [240.]])
     """
     return torch.ops.foo.linear_int4.default(
-        input, weight, scale, zero, bias, group_size=group_size, activations=activations
+        input,
+        weight,
+        scale,
+        zero,
+        bias,
+        group_size=group_size,
+        activations=activations,
+        by_section=by_section,
     )
 
 
@@ -642,28 +667,79 @@ def fake_int4(
     *,
     group_size: int,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
-    _C.check_linear_int4(input, weight, scale, zero, bias, group_size, activations)
+    _C.check_linear_int4(input, weight, scale, zero, bias, group_size, activations, by_section)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
 # ----------------------------------------------------------------------------- autograd, for both
 
 
-def rounded_rows(input: Tensor, groups: int | None) -> Tensor:
+def rounded_rows(input: Tensor, groups: int | None, by_section: bool = False) -> Tensor:
     """Round rows to 8 bits as the kernels do; the gradient passes straight through."""
-    # One scale for a row is that of one group.
-    count, depth = 1 if groups is None else groups, input.shape[-1]
-    columns = (
-        input.detach().float().reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
-    )
+    depth, numbers = input.shape[-1], input.detach().float()
+    if by_section:
+        columns = _in_sections(numbers, SECTION)
+    else:
+        # One scale for a row is that of one group.
+        count = 1 if groups is None else groups
+        columns = numbers.reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
     # There may be no steps.
-    largest = F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True)
+    inverse, scale = _scale_of_bytes(F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True))
+    rounded = ((columns * inverse).round() * scale).flatten(-2)[..., :depth]
+    return input.float() - numbers + rounded
+
+
+def error_of_sections(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Return what the kernels change in the numbers of groups by rounding them to 8 bits again."""
+    groups, numbers = scale.shape[1], numbers_of_integers(weight, scale, zero).float()
+    factor, integers = scale.float().unsqueeze(-1), unpack_integers(weight, groups)
+    if zero is None:
+        ends, steps = [INT8_SMALLEST * factor], integers.float()
+    else:
+        begin = zero.float().unsqueeze(-1)
+        ends, steps = [factor * begin, factor * (INT4_LARGEST - begin)], integers - begin
+    largest = torch.cat(ends, -1).abs().amax(-1)
+    per_section = SECTION // torch.sym_max(integers.shape[-1], 1)
+    inverse, width = (
+        it.repeat_interleave(per_section, -1)[:, :groups].unsqueeze(-1)
+        for it in _scale_of_bytes(_in_sections(largest, per_section).amax(-1))
+    )
+    return ((steps * (factor * inverse)).round() * width).flatten(1) - numbers
+
+
+def _in_sections(numbers: Tensor, size: Any) -> Tensor:
+    """Return (..., K) as (..., sections, size), with zeros behind the last number."""
+    padded = F.pad(numbers, (0, -numbers.shape[-1] % size))
+    return padded.unflatten(-1, (padded.shape[-1] // size, size))
+
+
+def _scale_of_bytes(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what numbers up to a magnitude are multiplied to become bytes, and the inverse."""
     is_zero = largest < SMALLEST_ROUNDED
     inverse = (torch.full_like(largest, INT8_LARGEST) / largest).masked_fill(is_zero, 0.0)
-    scale = (largest / INT8_LARGEST).masked_fill(is_zero, 0.0)
-    rounded = ((columns * inverse).round() * scale).reshape(input.shape)
-    return input.float() - input.detach().float() + rounded
+    return inverse, (largest / INT8_LARGEST).masked_fill(is_zero, 0.0)
+
+
+def _composite(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    activations: int | None,
+    by_section: bool,
+) -> Tensor:
+    if activations is not None:
+        input = rounded_rows(input, groups_of(scale), by_section).to(input.dtype)
+    output = F.linear(input, numbers_of_integers(weight, scale, zero), bias)
+    if not by_section:
+        return output
+    # Derivatives are those of the numbers before.
+    with torch.no_grad():
+        error = error_of_sections(weight, scale, zero)
+    return output + F.linear(input.detach(), error.to(input.dtype))
 
 
 def composite_int8(
@@ -673,11 +749,10 @@ def composite_int8(
     bias: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
-    if activations is not None:
-        input = rounded_rows(input, groups_of(scale)).to(input.dtype)
-    return F.linear(input, numbers_of_integers(weight, scale), bias)
+    return _composite(input, weight, scale, None, bias, activations, by_section)
 
 
 def composite_int4(
@@ -689,11 +764,10 @@ def composite_int4(
     *,
     group_size: int,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Compute the same with torch's own operators, for forward mode."""
-    if activations is not None:
-        input = rounded_rows(input, groups_of(scale)).to(input.dtype)
-    return F.linear(input, numbers_of_integers(weight, scale, zero), bias)
+    return _composite(input, weight, scale, zero, bias, activations, by_section)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -707,6 +781,7 @@ def setup_context_of_integers(
 ) -> None:
     setup_context(ctx, inputs, output)
     ctx.activations = keyword_only_inputs["activations"]
+    ctx.by_section = keyword_only_inputs["by_section"]
 
 
 def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -718,7 +793,7 @@ def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input = grad_of_input(grad_output, numbers_of_integers, weight, *scales)
     if any(need_scales):
         if ctx.activations is not None:
-            input = rounded_rows(input, groups_of(scales[0]))
+            input = rounded_rows(input, groups_of(scales[0]), ctx.by_section)
         grad_scales = grads_of_scales(grad_of_weight(grad_output, input), weight, *scales)
     if needs_bias:
         grad_bias = rows_of(grad_output).sum(0)
@@ -806,10 +881,16 @@ library.register_autograd(
 
 @library.register_sharding("foo::linear_int8")
 def int8_sharding(
-    input: Any, weight: Any, scale: Any, bias: Any = None, *, activations: int | None = None
+    input: Any,
+    weight: Any,
+    scale: Any,
+    bias: Any = None,
+    *,
+    activations: int | None = None,
+    by_section: bool = False,
 ) -> str:
-    # Sharded along k, each process would add the bias, and round its part of a row.
-    rounds_rows = activations is not None and len(scale.shape) == 1
+    # Sharded along k, each process would add the bias, and round its part of a row or a section.
+    rounds_rows = by_section or (activations is not None and len(scale.shape) == 1)
     k = "k" if bias is None and not rounds_rows else "."
     of_bias = "." if bias is None else "n"
     of_scale = f"n {k}" if len(scale.shape) == 2 else "n"
@@ -818,11 +899,18 @@ def int8_sharding(
 
 @library.register_sharding("foo::linear_int4")
 def int4_sharding(
-    input: Any, weight: Any, scale: Any, zero: Any, bias: Any = None, **_: Any
+    input: Any,
+    weight: Any,
+    scale: Any,
+    zero: Any,
+    bias: Any = None,
+    *,
+    by_section: bool = False,
+    **_: Any,
 ) -> str:
-    if bias is None:
+    if bias is None and not by_section:
         return "... k, n k, n k, n k, . -> ... n"
-    return "... ., n ., n ., n ., n -> ... n"
+    return f"... ., n ., n ., n ., {'.' if bias is None else 'n'} -> ... n"
 
 
 for _name in ("foo::linear_int8", "foo::linear_int4"):

@@ -14,8 +14,8 @@ from foo_ops.ops.silu_mul import silu_mul
 
 library.define(
     "foo::linear_silu_mul_quantized",
-    "(Tensor input, Tensor weight, Tensor scale, Tensor? zero=None, *, int? activations=None) "
-    "-> Tensor",
+    "(Tensor input, Tensor weight, Tensor scale, Tensor? zero=None, *, int? activations=None, "
+    "bool by_section=False) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -27,6 +27,7 @@ def linear_silu_mul_quantized(
     zero: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Compute ``silu(input @ gate.T) * (input @ up.T)`` with integers of 8 or 4 bits.
 
@@ -40,17 +41,20 @@ def linear_silu_mul_quantized(
             integers of 4 bits must have; of input's dtype.
         zero: (N, K / group_size), of input's dtype. It need not be an integer.
         activations: 8 to round input to integers of 8 bits, as by `linear_int8`.
+        by_section: round input and weight by sections, as by `linear_int8`.
 
     Returns:
         A contiguous tensor (..., N / 2) of input's dtype. The products are those of `linear_int8`
         and `linear_int4`, and are rounded to input's dtype before the gate, as the result is. They
         are not rounded, and never in memory as a whole, with ``activations=8`` and more than 64
-        rows, or more than 16 if there are groups, unless gradients are recorded. The result does
+        rows, or more than 16 if there are groups, or any by section, unless gradients are recorded.
+        The result does
         not depend on the number of threads. Has gradients for input, scale and zero, of every
         order.
 
     Raises:
-        ValueError: for shapes that do not fit together, and other numbers of bits.
+        ValueError: for shapes that do not fit together, other numbers of bits, and by_section
+            without ``activations`` or groups.
         TypeError: for dtypes, and float64 with ``activations``.
 
     Example:
@@ -61,9 +65,9 @@ def linear_silu_mul_quantized(
     """
     if are_recorded(input, scale, zero):
         input, scale, zero = cast_as_autocast(input, scale, zero)
-        return composite(input, weight, scale, zero, activations=activations)
+        return composite(input, weight, scale, zero, activations=activations, by_section=by_section)
     return torch.ops.foo.linear_silu_mul_quantized.default(
-        input, weight, scale, zero, activations=activations
+        input, weight, scale, zero, activations=activations, by_section=by_section
     )
 
 
@@ -75,8 +79,9 @@ def fake(
     zero: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
-    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations)
+    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations, by_section)
     return input.new_empty(*input.shape[:-1], weight.shape[0] // 2)
 
 
@@ -87,15 +92,17 @@ def composite(
     zero: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
-    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations)
+    _C.check_linear_silu_mul_quantized(input, weight, scale, zero, activations, by_section)
+    rounding: Any = {"activations": activations, "by_section": by_section}
     if zero is None:
-        both = linear_int8(input, weight, scale, activations=activations)
+        both = linear_int8(input, weight, scale, **rounding)
     else:
         # Without steps, any size is right.
         groups = scale.shape[1]
         size = 2 * weight.shape[1] // groups if groups else 32
-        both = linear_int4(input, weight, scale, zero, group_size=size, activations=activations)
+        both = linear_int4(input, weight, scale, zero, group_size=size, **rounding)
     # The numbers of rows may be unknown in a graph, which cannot split them by a number of parts.
     half = weight.shape[0] // 2
     return silu_mul(both.narrow(-1, 0, half), both.narrow(-1, half, half))

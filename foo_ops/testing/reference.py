@@ -148,6 +148,16 @@ def moe_experts(
     return output
 
 
+SECTION = 512
+
+
+def input_of_8_bits(input: Tensor, scale: Tensor, by_section: bool) -> Tensor:
+    """Round rows for a weight with a scale for each row or group, or by sections of the depth."""
+    if by_section:
+        return torch.cat([rows_of_8_bits(it, 1) for it in input.split(SECTION, -1)], -1)
+    return rows_of_8_bits(input, scale.shape[1] if scale.dim() == 2 else 1)
+
+
 def rows_of_8_bits(input: Tensor, groups: int) -> Tensor:
     """Round each group of a row to 255 equal steps; gradients pass straight through.
 
@@ -165,6 +175,39 @@ def rows_of_8_bits(input: Tensor, groups: int) -> Tensor:
     return rounded + (input - torch.where(input.isfinite(), input, 0.0).detach()).nan_to_num(0.0)
 
 
+def weight_of_8_bits(
+    numbers: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, least: int, most: int
+) -> Tensor:
+    """Return numbers (N, K) of groups that are rounded to 8 bits by sections.
+
+    Steps are as wide as in float32: a 127th of the largest magnitude that a section's codes, of
+    which ``least`` and ``most`` are the ends, can have.
+    """
+    groups, rounded = scale.shape[1], []
+    if not numbers.numel():
+        return numbers
+    codes, scale, zero = (
+        it.detach().float() for it in (codes.unflatten(1, (groups, -1)), scale, zero)
+    )
+    largest = torch.maximum((scale * (most - zero)).abs(), (scale * (least - zero)).abs())
+    for some in torch.arange(groups, device=scale.device).split(SECTION // codes.shape[2]):
+        magnitude = largest[:, some].amax(1, keepdim=True)
+        is_small = magnitude < 2.0**-100
+        inverse = torch.div(torch.full_like(magnitude, 127.0), magnitude)
+        factor = scale[:, some] * torch.where(is_small, 0.0, inverse)
+        steps = ((codes[:, some] - zero[:, some, None]) * factor[..., None]).round().double()
+        width = torch.where(is_small, 0.0, magnitude / 127.0).double()[..., None]
+        rounded.append(torch.where(magnitude[..., None].isfinite(), steps * width, torch.nan))
+    return torch.cat(rounded, 1).flatten(1)
+
+
+def linear_by_section(
+    input: Tensor, numbers: Tensor, rounded: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Multiply by rounded numbers, with the gradients of those that are not."""
+    return linear(input, numbers, bias) + linear(input.detach(), (rounded - numbers).detach())
+
+
 def linear_int8(
     input: Tensor,
     weight: Tensor,
@@ -172,12 +215,18 @@ def linear_int8(
     bias: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Multiply rows by an int8 weight, scale the columns, or their groups, and add a bias."""
     if activations is not None:
-        input = rows_of_8_bits(input, scale.shape[1] if scale.dim() == 2 else 1)
+        input = input_of_8_bits(input, scale, by_section)
     if scale.dim() == 2:
-        return linear(input, numbers_of_int8(weight, scale), bias)
+        numbers = numbers_of_int8(weight, scale)
+        if by_section:
+            none = torch.zeros_like(scale)
+            rounded = weight_of_8_bits(numbers, weight, scale, none, -128, 127)
+            return linear_by_section(input, numbers, rounded, bias)
+        return linear(input, numbers, bias)
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
     return output if bias is None else output + bias
 
@@ -260,11 +309,17 @@ def linear_int4(
     *,
     group_size: int,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Multiply rows by a dequantized 4-bit weight, and add a bias."""
     if activations is not None:
-        input = rows_of_8_bits(input, scale.shape[1])
-    return linear(input, numbers_of_int4(weight, scale, zero, group_size), bias)
+        input = input_of_8_bits(input, scale, by_section)
+    numbers = numbers_of_int4(weight, scale, zero, group_size)
+    if by_section:
+        codes = numbers_of_int4(weight, torch.ones_like(scale), torch.zeros_like(zero), group_size)
+        rounded = weight_of_8_bits(numbers, codes, scale, zero, 0, 15)
+        return linear_by_section(input, numbers, rounded, bias)
+    return linear(input, numbers, bias)
 
 
 def numbers_of_int4(weight: Tensor, scale: Tensor, zero: Tensor, group_size: int) -> Tensor:
@@ -293,13 +348,15 @@ def linear_silu_mul_quantized(
     zero: Tensor | None = None,
     *,
     activations: int | None = None,
+    by_section: bool = False,
 ) -> Tensor:
     """Multiply by the integers of two matrices, and gate the second product by the first."""
+    rounding: dict[str, Any] = {"activations": activations, "by_section": by_section}
     if zero is None:
-        both = linear_int8(input, weight, scale, activations=activations)
+        both = linear_int8(input, weight, scale, **rounding)
     else:
         size = 2 * weight.shape[1] // scale.shape[1] if scale.shape[1] else 32
-        both = linear_int4(input, weight, scale, zero, group_size=size, activations=activations)
+        both = linear_int4(input, weight, scale, zero, group_size=size, **rounding)
     return silu_mul(*both.chunk(2, -1))
 
 

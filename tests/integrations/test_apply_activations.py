@@ -37,12 +37,13 @@ def rounded(layer, bits, input):
     if bits == 8:
         return foo_ops.linear_int8(input, *foo_ops.quantize_weight(weight, 8), bias, activations=8)
     quantized = foo_ops.quantize_weight(weight, 4, group_size=64)
-    return foo_ops.linear_int4(input, *quantized, bias, group_size=64, activations=8)
+    rounding = {"activations": 8, "by_section": len(input) >= MANY_ROWS}
+    return foo_ops.linear_int4(input, *quantized, bias, group_size=64, **rounding)
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [1, 3, 21])
+@pytest.mark.parametrize("rows", [1, 3, 21, MANY_ROWS - 1, MANY_ROWS])
 def test_a_layer(rows, bits, keep_weights):
     layer, input = nn.Linear(INPUTS, OUTPUTS).eval(), torch.randn(rows, INPUTS)
     expected = rounded(layer, bits, input)
@@ -143,12 +144,30 @@ def test_gradients_are_those_without_rounding():
         assert torch.equal(ours, others)
 
 
-def test_compiled():
-    layer, input = nn.Linear(INPUTS, OUTPUTS).eval(), torch.randn(3, INPUTS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic):
+    """A graph for any number of rows is compiled again for many."""
+    layer, input = nn.Linear(INPUTS, OUTPUTS).eval(), torch.randn(MANY_ROWS, INPUTS)
     apply(layer, quantize=4, activations=8)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with torch.no_grad():
-        assert torch.equal(compiled(input), layer(input))
+        for rows in (3, 7, MANY_ROWS):
+            assert torch.equal(compiled(input[:rows]), layer(input[:rows]))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict):
+    """A program for any number of rows does not know that they are many."""
+    layer, input = nn.Linear(INPUTS, OUTPUTS).eval(), torch.randn(2 * MANY_ROWS, INPUTS)
+    apply(layer, quantize=4, activations=8)
+    with torch.no_grad():
+        halves = [layer(it) for it in input.split(MANY_ROWS // 2)]
+        for example, rows in ((input[:3], torch.export.Dim("rows")), (input, None)):
+            program = torch.export.export(
+                layer, (example,), dynamic_shapes=({0: rows},), strict=strict
+            )
+            expected = layer(input) if rows is None else torch.cat(halves)
+            torch.testing.assert_close(program.module()(input), expected)
 
 
 @pytest.mark.parametrize(

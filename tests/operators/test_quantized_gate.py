@@ -23,6 +23,7 @@ from foo_ops.testing.specs.linear import (
     int8_groups_sample,
     int8_sample,
     rounded,
+    rounded_by_section,
 )
 
 DTYPES = LINEAR_SILU_MUL_QUANTIZED_ACTIVATIONS.dtypes
@@ -53,18 +54,21 @@ def test_sizes_of_groups(bits, group_size, dtype):
             make = MAKERS[bits](
                 "gate", (rows,), groups, 2 * outputs, group_size=group_size, has_bias=False
             )
-            check(gate_of(rounded(make))(dtype), dtype)
+            for how in (rounded, rounded_by_section):
+                check(gate_of(how(make))(dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_do_not_change_the_results(dtype):
+    of_groups = int4_sample("threads", (300,), 15, 998, group_size=64, has_bias=False)
     makers = [
-        int8_sample("threads", (300,), 1100, 1998, has_bias=False),
-        int4_sample("threads", (300,), 5, 998, group_size=64, has_bias=False),
+        rounded(int8_sample("threads", (300,), 1100, 1998, has_bias=False)),
+        rounded(of_groups),
+        rounded_by_section(of_groups),
     ]
     threads = torch.get_num_threads()
     for make in makers:
-        sample, found = gate_of(rounded(make))(dtype), []
+        sample, found = gate_of(make)(dtype), []
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             found += LINEAR_SILU_MUL_QUANTIZED.call(sample)
@@ -196,6 +200,10 @@ REFUSED = (
         TypeError,
         "input must be float16, bfloat16 or float32 for activations of 8 bits, got float64",
     ),
+    (INT8 | {"activations": 8, "by_section": True}, ValueError,
+     "by_section must be False for weights without groups, got True"),
+    (INT4 | {"by_section": True}, ValueError,
+     "by_section must be False without activations, got True"),
     (INT4 | {"weight": zeros(4, 32, dtype=torch.int8)}, TypeError,
      "weight must be uint8, got int8"),
     (INT4 | {"input": zeros(2, 63)}, ValueError,

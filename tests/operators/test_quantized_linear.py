@@ -487,6 +487,16 @@ REFUSED = (
         "linear_int8: input must be float16, bfloat16 or float32 for activations of 8 bits, "
         "got float64",
     ),
+    (
+        lambda: int4_arguments(by_section=True),
+        ValueError,
+        "linear_int4: by_section must be False without activations, got True",
+    ),
+    (
+        lambda: int8_arguments(activations=8, by_section=True),
+        ValueError,
+        "linear_int8: by_section must be False for weights without groups, got True",
+    ),
 )
 
 

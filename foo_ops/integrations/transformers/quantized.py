@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
@@ -33,6 +34,7 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
+from foo_ops.library.operators import is_known
 from foo_ops.ops.experts.mixture import moe_experts
 from foo_ops.ops.experts.quantized import dequantized, moe_experts_quantized
 from foo_ops.ops.linear import any_requires_grad
@@ -393,22 +395,32 @@ def quantized_product(
 ) -> Tensor:
     """Multiply by weights of 8 bits, or of 4 bits if there are zeros or a table.
 
-    Inputs of float64 are not rounded, nor those for weights of float8_e4m3fn or of a table.
+    Inputs of float64 are not rounded, nor those for weights of float8_e4m3fn or of a table. Many
+    rows are rounded by section.
     """
     if table is not None:
         return torch.ops.foo.linear_table4.default(input, weight, scale, table, bias)
     if input.dtype == torch.float64:
         activations = None
+    by_section = activations is not None and scale.dim() == 2 and has_many_rows(input)
+    rounding: Any = {"activations": activations, "by_section": by_section}
     if zero is None:
         if weight.dtype != torch.int8:
             return torch.ops.foo.linear_fp8.default(input, weight, scale, bias)
-        return torch.ops.foo.linear_int8.default(
-            input, weight, scale, bias, activations=activations
-        )
+        return torch.ops.foo.linear_int8.default(input, weight, scale, bias, **rounding)
     group_size = 2 * weight.shape[1] // scale.shape[1]
     return torch.ops.foo.linear_int4.default(
-        input, weight, scale, zero, bias, group_size=group_size, activations=activations
+        input, weight, scale, zero, bias, group_size=group_size, **rounding
     )
+
+
+def has_many_rows(input: Tensor) -> bool:
+    """Whether an input has rows enough for kernels that work once for all of them.
+
+    An exported program for any number of rows cannot know; a compiled one is compiled for both.
+    """
+    are_many = input.numel() >= MANY_ROWS * input.shape[-1]
+    return statically_known_true(are_many) if torch.compiler.is_exporting() else is_known(are_many)
 
 
 class FooQuantizedExperts(Quantized, FooExperts):
@@ -434,9 +446,9 @@ class FooQuantizedExperts(Quantized, FooExperts):
         if self.training or not is_ours or not (is_unwrapped(up) and is_unwrapped(down)):
             return super().forward(*arguments)
         # Each expert multiplies this many rows, on average.
-        parts = parts_to_read(top_k_index.numel() // up.shape[0])
+        rows = top_k_index.numel() // up.shape[0]
         copies = [
-            current_copy(self, copy, self._parameters[copy.weight], parts)
+            current_copy(self, copy, self._parameters[copy.weight], rows)
             for copy in self.copies(self)  # type: ignore[arg-type]
         ]
         options: Any = gate_of(self)
@@ -524,7 +536,7 @@ def as_matrix(weight: Tensor) -> Tensor:
 def copy_of_layer(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
     """Return the current copy of a linear layer's weight, for its input."""
     width = weight.shape[0] if isinstance(layer, Conv1D) else weight.shape[1]
-    return current_copy(layer, OF_LAYER, weight, parts_to_read(input.numel() // max(1, width)))
+    return current_copy(layer, OF_LAYER, weight, input.numel() // max(1, width))
 
 
 def parts_to_read(rows: int) -> int:
@@ -532,13 +544,17 @@ def parts_to_read(rows: int) -> int:
     return 0 if rows < MANY_ROWS else max(1, PARTS * rows // ROWS_FOR_ALL)
 
 
-def current_copy(module: Any, copy: Copy, weight: Tensor, parts: int) -> tuple[Any, Any, Any]:
-    """Return the copy of a module's weight, renewed first if the weight has changed."""
+def current_copy(module: Any, copy: Copy, weight: Tensor, rows: int) -> tuple[Any, Any, Any]:
+    """Return the copy of a module's weight, renewed first if the weight has changed.
+
+    Args:
+        rows: how many rows are multiplied by it.
+    """
     own = module._buffers
     integers, scale, zero = copy.buffers
     if torch.compiler.is_compiling():
         return own[integers], current_scale(module, copy, turned(module, weight)), own[zero]
-    weight = turned(module, weight)
+    weight, parts = turned(module, weight), parts_to_read(rows)
     source = vars(module).get(copy.source)
     if len_dispatch_stack():
         with disable_current_modes():
@@ -882,7 +898,10 @@ def gated_product(input: Tensor, operands: Operands, rows: Sequence[int]) -> Ten
     """Return silu(gate) * up, from one weight with the rows of both."""
     if is_gated_at_once(input, operands):
         weight, scale, zero, _, activations, _ = operands
-        return linear_silu_mul_quantized(input, weight, scale, zero, activations=activations)
+        by_section = scale.dim() == 2
+        return linear_silu_mul_quantized(
+            input, weight, scale, zero, activations=activations, by_section=by_section
+        )
     return silu_mul(*quantized_product(input, *operands).split_with_sizes(rows, -1))
 
 
@@ -894,8 +913,7 @@ def is_gated_at_once(input: Tensor, operands: Operands) -> bool:
     weight, _, zero, bias, activations, table = operands
     are_integers = table is None and (zero is not None or weight.dtype == torch.int8)
     is_rounded = activations is not None and input.dtype != torch.float64
-    has_many_rows = input.numel() >= MANY_ROWS * input.shape[-1]
-    return are_integers and is_rounded and has_many_rows and bias is None
+    return are_integers and is_rounded and bias is None and has_many_rows(input)
 
 
 @contextlib.contextmanager

@@ -65,6 +65,8 @@ INT4, FLOAT4, TABLE4, BYTE = "int4", "float4", "table4", "int8"
 E2M1 (Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", 5.3.3); or adjacent
 numbers of a table. Those of 8 bits are integers with a sign."""
 CODE_BITS = {INT4: 4, FLOAT4: 4, TABLE4: 4, BYTE: 8}
+RANGES = {INT4: (0, 15), BYTE: (-128, 127)}
+"""The smallest and the largest code."""
 TABLE_SIZE = 16
 SMALLEST_ROUNDED = 2.0**-100
 """Numbers of 8 bits have a scale of 0 if their largest magnitude is smaller: its inverse would be
@@ -677,6 +679,41 @@ def split_codes(typing_context, target, half, codes, index, zeros):
         return context.get_dummy_value()
 
     return types.void(target, types.intp, codes, types.intp, zeros), generate
+
+
+@intrinsic(prefer_literal=True)
+def round_codes(typing_context, target, half, quads, zeros, factors, codes):
+    """Store codes less a zero and times a factor, rounded to bytes with a sign, ties to even.
+
+    A vector has four bytes of codes in each lane; from the upper bits of bytes, those of 4 bits are
+    stored ``half`` elements on.
+    """
+    bits = CODE_BITS[codes.literal_value]
+
+    def generate(context, builder, signature, args):
+        place, distance, words, zero, factor, _ = args
+        for shift in range(0, 8, bits):
+            result = ir.Constant(words.type, None)
+            for start in range(0, 32, 8):
+                code = _code_at(builder, words, start + shift, codes.literal_value)
+                number = builder.fsub(builder.sitofp(code, zero.type), zero)
+                rounded = _round_products(builder, number, factor)
+                byte = builder.and_(rounded, constant_of(words.type, 0xFF))
+                result = builder.or_(result, builder.shl(byte, constant_of(words.type, start)))
+            address = place if shift == 0 else builder.gep(place, [distance])
+            builder.store(result, builder.bitcast(address, words.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, quads, zeros, factors, codes), generate
+
+
+def _code_at(builder: ir.IRBuilder, words: ir.Value, start: int, codes: str) -> ir.Value:
+    """Return the code that begins at a bit of each lane, as int32."""
+    if codes == BYTE:
+        upper = builder.shl(words, constant_of(words.type, 24 - start))
+        return builder.ashr(upper, constant_of(words.type, 24))
+    lower = builder.lshr(words, constant_of(words.type, start))
+    return builder.and_(lower, constant_of(words.type, 15))
 
 
 @intrinsic(prefer_literal=True)

@@ -398,6 +398,16 @@ def rounded(make: Maker) -> Maker:
     return make_rounded
 
 
+def rounded_by_section(make: Maker) -> Maker:
+    """Make a call that rounds rows and weights to 8 bits, by sections of the depth."""
+
+    def make_rounded(dtype: torch.dtype) -> Sample:
+        sample = rounded(make)(dtype)
+        return Sample(sample.inputs, {**sample.keywords, "by_section": True})
+
+    return make_rounded
+
+
 def special_rounded(make: Maker) -> Maker:
     """Make infinities and NaN, zeros, and rows and groups of tiny and of huge numbers."""
 
@@ -457,8 +467,9 @@ def with_rounded_rows(sample: Sample) -> Sample:
     if options.pop("activations", None) is None:
         return sample
     input, weight, scale, *others = sample.inputs
-    groups = scale.shape[1] if scale.dim() == 2 else 1
-    rows = reference.rows_of_8_bits(input.detach(), groups).requires_grad_(input.requires_grad)
+    # Weights that are rounded once more are as large as those that are not.
+    rows = reference.input_of_8_bits(input.detach(), scale, options.pop("by_section", False))
+    rows.requires_grad_(input.requires_grad)
     return Sample((rows, weight, scale, *others), options)
 
 
@@ -655,6 +666,14 @@ LINEAR_INT8_ACTIVATIONS = OpSpec(
         "special values of groups of few rows": special_rounded(
             int8_groups_sample("few", (7,), 2, 20)
         ),
+        "by section": rounded_by_section(int8_groups_sample("section", (2, 7), 19, 18)),
+        "by section, one row": rounded_by_section(
+            int8_groups_sample("one row", (1,), 9, 131, group_size=64, has_bias=False)
+        ),
+        "by section, no depth": rounded_by_section(int8_groups_sample("no depth", (3,), 0, 5)),
+        "by section, special values": rounded_by_section(
+            special_rounded(int8_groups_sample("special", (9,), 17, 20))
+        ),
     },
     essential=("size1", "size7", "no bias", "groups"),
     in_layouts=("size7", "no bias", "few rows", "groups"),
@@ -682,8 +701,19 @@ LINEAR_INT4_ACTIVATIONS = OpSpec(
         "many rows, groups of 64": rounded(int4_sample("many", (41,), 9, 75, group_size=64)),
         "special values": special_rounded(int4_sample("special", (9,), 2, 20)),
         "special values of few rows": special_rounded(int4_sample("few", (7,), 2, 20)),
+        "by section": rounded_by_section(int4_sample("section", (2, 7), 19, 18)),
+        "by section, one row": rounded_by_section(
+            int4_sample("one row", (1,), 9, 131, group_size=64, has_bias=False)
+        ),
+        "by section, no depth": rounded_by_section(int4_sample("no depth", (3,), 0, 5)),
+        "by section, many rows": rounded_by_section(
+            int4_sample("many", (61,), 9, 75, group_size=128)
+        ),
+        "by section, special values": rounded_by_section(
+            special_rounded(int4_sample("special", (9,), 17, 20))
+        ),
     },
-    essential=("size1", "size7", "no bias"),
+    essential=("size1", "size7", "no bias", "by section"),
     in_layouts=("size7", "no bias", "few rows, groups of 128"),
     large=rounded(int4_sample("large", (301,), 10, 333, group_size=64)),
     output_budget=quantized_budget,
@@ -897,6 +927,9 @@ LINEAR_SILU_MUL_QUANTIZED_ACTIVATIONS = OpSpec(
         rounded(int8_sample("sized", (2, size), size + 3, 2 * size, has_bias=False))
     )(dtype),
     samples={
+        "4 bits by section": gate_of(
+            rounded_by_section(int4_sample("section", (3, 4), 17, 10, has_bias=False))
+        ),
         "one row": gate_of(rounded(int8_sample("one row", (1,), 70, 34, has_bias=False))),
         "no depth of many rows": gate_of(
             rounded(int8_sample("no depth", (70,), 0, 6, has_bias=False))

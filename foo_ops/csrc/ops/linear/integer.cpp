@@ -78,8 +78,12 @@ Cut cut_of(const Product& product, int64_t parts) {
 
 }  // namespace
 
-void check_activations(const char* name, const at::Tensor& input,
-                       std::optional<int64_t> activations) {
+void check_activations(const char* name, const at::Tensor& input, const at::Tensor& scale,
+                       std::optional<int64_t> activations, bool by_section) {
+  TORCH_CHECK_VALUE(!by_section || activations.has_value(), name,
+                    ": by_section must be False without activations, got True");
+  TORCH_CHECK_VALUE(!by_section || scale.dim() == 2, name,
+                    ": by_section must be False for weights without groups, got True");
   if (!activations.has_value()) return;
   TORCH_CHECK_VALUE(*activations == 8, name, ": activations must be None or 8, got ", *activations);
   TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, name,
@@ -87,15 +91,18 @@ void check_activations(const char* name, const at::Tensor& input,
                    dtype_name(input.scalar_type()));
 }
 
-bool are_integers_packed(const at::Tensor& input, const QuantizedWeights& weights) {
+bool are_integers_packed(const at::Tensor& input, const QuantizedWeights& weights,
+                         bool by_section) {
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
   const bool is_exact = weights.has_groups() || input.size(-1) <= kMostSteps;
-  return rows > most_rows_without_packing(weights) || !is_exact;
+  return rows > most_rows_without_packing(weights) || by_section || !is_exact;
 }
 
 at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& weights,
-                             const std::optional<at::Tensor>& bias) {
-  if (are_integers_packed(input, weights)) return multiply_packed_integers(input, weights, bias);
+                             const std::optional<at::Tensor>& bias, bool by_section) {
+  if (are_integers_packed(input, weights, by_section)) {
+    return multiply_packed_integers(input, weights, bias, by_section);
+  }
   const at::Tensor output = make_rows(input, weights.weight.size(0));
   if (output.numel() == 0) return output;
   const Matrix left(with_adjacent_steps(input)), right(weights.weight);
@@ -108,7 +115,8 @@ at::Tensor multiply_integers(const at::Tensor& input, const QuantizedWeights& we
 }
 
 at::Tensor multiply_packed_integers(const at::Tensor& input, const QuantizedWeights& weights,
-                                    const std::optional<at::Tensor>& bias, bool is_gated) {
+                                    const std::optional<at::Tensor>& bias, bool by_section,
+                                    bool is_gated) {
   const int64_t parts = is_gated ? 2 : 1, columns = weights.weight.size(0) / parts;
   const at::Tensor output = make_rows(input, columns);
   if (output.numel() == 0) return output;
@@ -118,9 +126,12 @@ at::Tensor multiply_packed_integers(const at::Tensor& input, const QuantizedWeig
       quantized_product(make_product(output, left, right, bias), weights, 0);
   Product& product = quantized.product;
   product.columns = product.output_stride = columns;
+  // Steps that share a scale of the rows; 0 for all of a row.
+  const int64_t group_size = by_section ? kSection : weights.group_size;
+  const int64_t cut_size = group_size == 0 ? kSection : group_size;
   const int64_t sections = count_of(product.depth, kSection);
   const int64_t rows = count_of(product.rows, kRowMultiple) * kRowMultiple;
-  const int64_t cuts = weights.has_groups() ? product.depth / weights.group_size : sections;
+  const int64_t cuts = count_of(product.depth, cut_size);
   const at::Tensor integers =
       new_tensor({sections, rows, kSection}, input.options().dtype(at::kByte));
   const at::Tensor factors = new_tensor({2, cuts, rows}, input.options().dtype(at::kFloat));
@@ -130,7 +141,7 @@ at::Tensor multiply_packed_integers(const at::Tensor& input, const QuantizedWeig
               .depth = product.depth,
               .source = product.left,
               .row_stride = product.left_row_stride,
-              .group_size = weights.group_size,
+              .group_size = group_size,
               .section = kSection,
               .padded_rows = rows,
               .integers = integers.mutable_data_ptr(),
@@ -141,7 +152,7 @@ at::Tensor multiply_packed_integers(const at::Tensor& input, const QuantizedWeig
   product.left_row_stride = kSection;
   auto* const kernel = product_kernel(weights, is_gated).get<IntegerFunction>(dtype);
   run_together<ProductCall<IntegerProduct>>(
-      {{{quantized, rows, scales, sums}, kernel, cut_of(product, parts)}});
+      {{{quantized, cut_size, rows, scales, sums}, kernel, cut_of(product, parts)}});
   return output;
 }
 

@@ -104,8 +104,9 @@ at::Tensor multiply_quantized(const at::Tensor& input, const QuantizedWeights& w
 }
 
 at::Tensor multiply(const at::Tensor& input, const QuantizedWeights& weights,
-                    const OptionalTensor& bias, std::optional<int64_t> activations) {
-  return activations.has_value() ? multiply_integers(input, weights, bias)
+                    const OptionalTensor& bias, std::optional<int64_t> activations,
+                    bool by_section) {
+  return activations.has_value() ? multiply_integers(input, weights, bias, by_section)
                                  : multiply_quantized(input, weights, bias);
 }
 
@@ -114,9 +115,10 @@ QuantizedWeights weights_of_bytes(const at::Tensor& weight, const at::Tensor& sc
 }
 
 at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias, std::optional<int64_t> activations) {
-  check_linear_int8(input, weight, scale, bias, activations);
-  return multiply(input, weights_of_bytes(weight, scale), bias, activations);
+                       const OptionalTensor& bias, std::optional<int64_t> activations,
+                       bool by_section) {
+  check_linear_int8(input, weight, scale, bias, activations, by_section);
+  return multiply(input, weights_of_bytes(weight, scale), bias, activations, by_section);
 }
 
 at::Tensor linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -127,10 +129,10 @@ at::Tensor linear_fp8(const at::Tensor& input, const at::Tensor& weight, const a
 
 at::Tensor linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size,
-                       std::optional<int64_t> activations) {
-  check_linear_int4(input, weight, scale, zero, bias, group_size, activations);
-  return multiply(input, make_quantized_weights(weight, scale, zero, group_size), bias,
-                  activations);
+                       std::optional<int64_t> activations, bool by_section) {
+  check_linear_int4(input, weight, scale, zero, bias, group_size, activations, by_section);
+  return multiply(input, make_quantized_weights(weight, scale, zero, group_size), bias, activations,
+                  by_section);
 }
 
 // Returns the number of steps that share a scale. Without steps, any size is right.
@@ -140,18 +142,18 @@ int64_t group_size_of_pairs(const at::Tensor& input, const at::Tensor& scale) {
 
 at::Tensor linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
                                      const at::Tensor& scale, const OptionalTensor& zero,
-                                     std::optional<int64_t> activations) {
-  check_linear_silu_mul_quantized(input, weight, scale, zero, activations);
+                                     std::optional<int64_t> activations, bool by_section) {
+  check_linear_silu_mul_quantized(input, weight, scale, zero, activations, by_section);
   const QuantizedWeights weights =
       zero.has_value()
           ? make_quantized_weights(weight, scale, zero, group_size_of_pairs(input, scale))
           : weights_of_bytes(weight, scale);
-  if (activations.has_value() && are_integers_packed(input, weights)) {
-    return multiply_packed_integers(input, weights, std::nullopt, true);
+  if (activations.has_value() && are_integers_packed(input, weights, by_section)) {
+    return multiply_packed_integers(input, weights, std::nullopt, by_section, true);
   }
   static const auto gate =
       find_operator("foo::silu_mul").typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
-  const at::Tensor both = multiply(input, weights, std::nullopt, activations);
+  const at::Tensor both = multiply(input, weights, std::nullopt, activations, by_section);
   const int64_t half = weight.size(0) / 2;
   return gate.call(both.narrow(-1, 0, half), both.narrow(-1, half, half));
 }
@@ -254,9 +256,10 @@ at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
 }
 
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias, std::optional<int64_t> activations) {
+                       const OptionalTensor& bias, std::optional<int64_t> activations,
+                       bool by_section) {
   check_8bit("linear_int8", input, weight, at::kChar, scale, bias, check_like);
-  check_activations("linear_int8", input, activations);
+  check_activations("linear_int8", input, scale, activations, by_section);
 }
 
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
@@ -284,7 +287,7 @@ void check_groups(const char* name, const char* argument, const c10::SymInt& gro
 
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const OptionalTensor& bias, int64_t group_size,
-                       std::optional<int64_t> activations) {
+                       std::optional<int64_t> activations, bool by_section) {
   const char* const name = "linear_int4";
   check_dtype(name, "input", input);
   check_rows(name, "input", input);
@@ -294,12 +297,12 @@ void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   check_of_groups(name, "scale", scale, input, weight, group_size);
   check_of_groups(name, "zero", zero, input, weight, group_size);
   if (bias.has_value()) check_of_rows(name, "bias", *bias, input, weight);
-  check_activations(name, input, activations);
+  check_activations(name, input, scale, activations, by_section);
 }
 
 void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
                                      const at::Tensor& scale, const OptionalTensor& zero,
-                                     std::optional<int64_t> activations) {
+                                     std::optional<int64_t> activations, bool by_section) {
   const char* const name = "linear_silu_mul_quantized";
   if (zero.has_value()) {
     check_dtype(name, "input", input);
@@ -320,7 +323,7 @@ void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& 
                     ": weight must have an even number of rows, those of the gate and as many of "
                     "up, got ",
                     weight.sym_size(0));
-  check_activations(name, input, activations);
+  check_activations(name, input, scale, activations, by_section);
 }
 
 void check_linear_mxfp4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,

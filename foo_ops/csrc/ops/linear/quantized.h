@@ -113,13 +113,14 @@ void check_exponents(const char* name, const char* argument, const at::Tensor& s
 
 // Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
-                       const std::optional<at::Tensor>& bias, std::optional<int64_t> activations);
+                       const std::optional<at::Tensor>& bias, std::optional<int64_t> activations,
+                       bool by_section);
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const at::Tensor& zero, const std::optional<at::Tensor>& bias,
-                       int64_t group_size, std::optional<int64_t> activations);
+                       int64_t group_size, std::optional<int64_t> activations, bool by_section);
 void check_linear_silu_mul_quantized(const at::Tensor& input, const at::Tensor& weight,
                                      const at::Tensor& scale, const std::optional<at::Tensor>& zero,
-                                     std::optional<int64_t> activations);
+                                     std::optional<int64_t> activations, bool by_section);
 // Weights are codes of float8_e4m3fn; scales are of the compute type.
 void check_linear_fp8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                       const std::optional<at::Tensor>& bias);
