@@ -186,6 +186,17 @@ def test_single_numbers_of_large_weights_are_seen_in_turns(rows, most, kind):
             assert torch.equal(model(input), quantised_again(model)(input))
 
 
+@pytest.mark.parametrize("rows", [slice(None), slice(500), slice(600, None)])
+def test_changes_of_most_numbers_are_seen_by_the_next_call(rows):
+    model, input = nn.Sequential(nn.Linear(515, 1027)).eval(), torch.randn(MANY_ROWS, 515)
+    apply(model, quantize=8)
+    with torch.no_grad():
+        for _ in range(PARTS):
+            model(input)
+            model[0].weight.data[rows] += 0.1
+            assert torch.equal(model(input), quantised_again(model)(input))
+
+
 @pytest.mark.parametrize("index", [(3, 5), (0,), (20,), (slice(None), slice(3))])
 def test_small_weights_are_seen_as_a_whole_and_others_in_each_row(index):
     width = 16 if len(index) == 2 and index[0] == 3 else 64

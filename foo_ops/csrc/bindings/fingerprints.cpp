@@ -19,28 +19,30 @@ constexpr int64_t kIntegersPerThread = int64_t{1} << 15;
 // The loop has no branch, so that a processor waits for many lines of memory at once: samples are
 // spread over the weight, and few of them are in a cache.
 template <class Integer>
-bool holds_integers(const void* memory, const at::Tensor& sample, int64_t step) {
+bool holds_integers(const void* memory, const at::Tensor& sample, int64_t step, int64_t begin,
+                    int64_t every) {
   const auto* now = static_cast<const Integer*>(memory);
   const auto* noted = static_cast<const Integer*>(sample.const_data_ptr());
   Integer difference = 0;
-  for (const auto index : c10::irange(sample.numel())) {
+  for (int64_t index = begin; index < sample.numel(); index += every) {
     difference |= now[index * step] ^ noted[index];
   }
   return difference == 0;
 }
 
 // Whether a weight, from an element of its memory on, has this sample of elements that are `step`
-// apart.
-bool holds_sample(const at::Tensor& weight, int64_t first, int64_t step, const at::Tensor& sample) {
+// apart. From the one at `begin` on, one of `every` so many is compared.
+bool holds_sample(const at::Tensor& weight, int64_t first, int64_t step, const at::Tensor& sample,
+                  int64_t begin, int64_t every) {
   const auto size = static_cast<int64_t>(weight.element_size());
   const char* memory = static_cast<const char*>(weight.const_data_ptr()) + first * size;
   switch (size) {
     case 2:
-      return holds_integers<uint16_t>(memory, sample, step);
+      return holds_integers<uint16_t>(memory, sample, step, begin, every);
     case 4:
-      return holds_integers<uint32_t>(memory, sample, step);
+      return holds_integers<uint32_t>(memory, sample, step, begin, every);
     default:
-      return holds_integers<uint64_t>(memory, sample, step);
+      return holds_integers<uint64_t>(memory, sample, step, begin, every);
   }
 }
 
