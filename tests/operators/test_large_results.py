@@ -182,13 +182,34 @@ def test_small_results_are_of_pytorchs_allocator(nothing_waits):
     assert _C.result_memory()[0] == 0
 
 
-def test_the_system_may_take_the_pages_of_memory_that_waits(nothing_waits):
-    result = negated(64)
-    place = result.data_ptr()
-    del result
+def freed_lazily(place):
     amount, unit = fact_of_mapping(place, "LazyFree")
     assert unit == "kB"
-    assert int(amount) >= 60 << 10
+    return int(amount) << 10
+
+
+def test_the_system_may_take_the_pages_of_memory_that_waits_long(nothing_waits):
+    """Not of the 64 MB that were freed last, which the next results are likely to take."""
+    first, second, third = (negated(size) for size in (16, 56, 8))
+    places = [it.data_ptr() for it in (first, second, third)]
+    del first
+    assert freed_lazily(places[0]) == 0
+    del second
+    assert freed_lazily(places[0]) >= 15 * MEGABYTES
+    del third
+    assert [freed_lazily(it) for it in places[1:]] == [0, 0]
+    again = negated(56, 2.0)
+    assert again.data_ptr() == places[1]
+    again = negated(16, 3.0)
+    assert again.data_ptr() == places[0]
+    assert again.unique().tolist() == [3.0]
+
+
+def test_the_system_may_take_the_pages_of_a_large_block_at_once(nothing_waits):
+    result = negated(80)
+    place = result.data_ptr()
+    del result
+    assert freed_lazily(place) >= 79 * MEGABYTES
 
 
 WAITING = """

@@ -39,6 +39,8 @@ std::optional<size_t> bytes_of_variable(const char* name) {
 namespace {
 
 constexpr size_t kPartOfMachine = 16;
+// As much as the C library keeps of freed memory at the end of its heap.
+constexpr size_t kHotBytes = size_t{64} << 20;
 
 size_t physical_bytes() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -47,6 +49,8 @@ size_t physical_bytes() {
 struct Block {
   char* memory;
   size_t bytes;
+  // Whether Linux may take the pages.
+  bool is_advised = false;
 };
 
 // Returns whole huge pages, which nobody has written yet, or nullptr.
@@ -87,18 +91,16 @@ class ResultMemory {
   }
 
   void give_back(void* memory) {
-    Block block{static_cast<char*>(memory), 0};
+    std::vector<Block> released;
     {
       const std::lock_guard lock(mutex_);
       const auto found = used_.find(memory);
-      block.bytes = found->second;
+      const Block block{static_cast<char*>(memory), found->second};
       used_.erase(found);
+      released = keep(block);
+      advise();
     }
-#ifdef MADV_FREE
-    // Takes 1 % of the time of writing 128 MB, and no page of it is cleared again.
-    if (block.bytes <= most_) madvise(block.memory, block.bytes, MADV_FREE);
-#endif
-    unmap(keep(block));
+    unmap(released);
   }
 
   void release() {
@@ -133,9 +135,22 @@ class ResultMemory {
     return block;
   }
 
+  // Lets Linux take the pages of blocks for which the last ones leave no room in kHotBytes. That
+  // takes no page away that is needed again at once, and the other processors need not hear of it.
+  void advise() {
+#ifdef MADV_FREE
+    size_t hot = 0;
+    for (auto block = waiting_.rbegin(); block != waiting_.rend(); ++block) {
+      hot += block->bytes;
+      if (hot <= kHotBytes || block->is_advised) continue;
+      madvise(block->memory, block->bytes, MADV_FREE);
+      block->is_advised = true;
+    }
+#endif
+  }
+
   // Returns the blocks for which there is no room, those that have waited longest first.
   std::vector<Block> keep(const Block& block) {
-    const std::lock_guard lock(mutex_);
     waiting_.push_back(block);
     waiting_bytes_ += block.bytes;
     auto end = waiting_.begin();

@@ -38,8 +38,8 @@ struct Layout<IntegerRows> {
 static_assert(is_whole<IntegerRows>());
 
 // A product whose left matrix are the integers of IntegerRows; the row stride is the section. If a
-// cut is a section of several groups, the weights are rounded to 8 bits, with a scale for a column's
-// section.
+// cut is a section of several groups, the weights are rounded to 8 bits, with a scale for a
+// column's section.
 struct IntegerProduct {
   QuantizedProduct quantized;
   int64_t cut_size, padded_rows;
@@ -51,8 +51,8 @@ template <>
 struct Layout<IntegerProduct> {
   using Struct = IntegerProduct;
   static constexpr const char* name = "IntegerProduct";
-  static constexpr Field fields[] = FOO_FIELDS(quantized, cut_size, padded_rows, row_scales,
-                                               row_sums);
+  static constexpr Field fields[] =
+      FOO_FIELDS(quantized, cut_size, padded_rows, row_scales, row_sums);
 };
 static_assert(is_whole<IntegerProduct>());
 
