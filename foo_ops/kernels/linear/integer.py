@@ -9,6 +9,12 @@ depth, of
 A cut is a group, or a section of the depth without groups. The sum is exact: it adds up products of
 bytes in 32 bits. One of the bytes has no sign, as VNNI wants it.
 
+Few rows are multiplied by weights without a sign, of which those of 8 bits have BYTE_OFFSET added,
+and ``zero * sum(integers)`` is subtracted from the floating-point sums. Many rows get BYTE_OFFSET
+added instead, and weights have a sign: a zero's whole part is subtracted when they are packed. The
+sums of integers then begin with minus BYTE_OFFSET times the sum of the weights, which costs no
+instruction for each row. Rests of zeros that are no such integers are subtracted separately.
+
 Each cut ends with a conversion and a scaling of its sums, for which vectors take longer than a
 matrix unit for the products of a group. So many rows may be multiplied by section: weights of
 groups are rounded to 8 bits once more while they are packed, and a section is a cut with a scale
