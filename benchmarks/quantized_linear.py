@@ -63,7 +63,9 @@ class Layer:
 
     @property
     def rounding(self) -> dict[str, Any]:
-        by_section = self.activations is not None and self.group_size is not None and self.rows > 16
+        by_section = (
+            self.activations is not None and self.group_size is not None and self.rows >= 256
+        )
         return {"activations": self.activations, "by_section": by_section}
 
     @property
