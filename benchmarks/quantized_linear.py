@@ -63,9 +63,10 @@ class Layer:
 
     @property
     def rounding(self) -> dict[str, Any]:
-        by_section = (
-            self.activations is not None and self.group_size is not None and self.rows >= 256
-        )
+        from foo_ops.integrations.transformers.quantized import MANY_ROWS
+
+        has_groups, is_rounded = self.group_size is not None, self.activations is not None
+        by_section = has_groups and is_rounded and self.rows >= MANY_ROWS
         return {"activations": self.activations, "by_section": by_section}
 
     @property

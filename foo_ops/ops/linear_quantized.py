@@ -539,9 +539,10 @@ def linear_int8(
         with infinities or NaN gives NaN, and one whose largest magnitude is below 2^-100 counts as
         zeros. The gradient for input is that of the weights, as if it had not been rounded.
 
-        With ``by_section``, so are sections of input, and weights of groups become multiples of 1 /
-        127 of the largest that integers from -128 to 127 and the scales of their section can make.
-        Gradients are as if neither had been rounded, except that scale's is that of rounded input.
+        With ``by_section``, each section of input is rounded so, and weights of groups become
+        multiples of 1 / 127 of the largest number that integers from -128 to 127 and the scales of
+        their section can make. Gradients are as if neither had been rounded, except that scale's is
+        that of rounded input.
 
     Raises:
         ValueError: for shapes that do not fit together, other numbers of bits, and by_section
@@ -627,8 +628,8 @@ def linear_int4(
         bias, of every order.
 
         With ``activations=8``, each group of input is rounded as by `foo_ops.linear_int8`, with
-        ``by_section`` each section, and weights too: to multiples of 1 / 127 of the largest that
-        integers from 0 to 15 and the zeros and scales of their section can make.
+        ``by_section`` each section, and weights too: to multiples of 1 / 127 of the largest number
+        that integers from 0 to 15 and the zeros and scales of their section can make.
 
     Raises:
         ValueError: for shapes that do not fit together, other group sizes, other numbers of bits,
@@ -686,7 +687,7 @@ def rounded_rows(input: Tensor, groups: int | None, by_section: bool = False) ->
         count = 1 if groups is None else groups
         columns = numbers.reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
     # There may be no steps.
-    inverse, scale = _scale_of_bytes(F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True))
+    scale, inverse = _scale_of_bytes(F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True))
     rounded = ((columns * inverse).round() * scale).flatten(-2)[..., :depth]
     return input.float() - numbers + rounded
 
@@ -702,24 +703,24 @@ def error_of_sections(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Ten
         ends, steps = [factor * begin, factor * (INT4_LARGEST - begin)], integers - begin
     largest = torch.cat(ends, -1).abs().amax(-1)
     per_section = SECTION // torch.sym_max(integers.shape[-1], 1)
-    inverse, width = (
+    width, inverse = (
         it.repeat_interleave(per_section, -1)[:, :groups].unsqueeze(-1)
         for it in _scale_of_bytes(_in_sections(largest, per_section).amax(-1))
     )
     return ((steps * (factor * inverse)).round() * width).flatten(1) - numbers
 
 
-def _in_sections(numbers: Tensor, size: Any) -> Tensor:
+def _in_sections(numbers: Tensor, size: int) -> Tensor:
     """Return (..., K) as (..., sections, size), with zeros behind the last number."""
     padded = F.pad(numbers, (0, -numbers.shape[-1] % size))
     return padded.unflatten(-1, (padded.shape[-1] // size, size))
 
 
 def _scale_of_bytes(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by what numbers up to a magnitude are multiplied to become bytes, and the inverse."""
+    """Return the scale with which numbers up to a magnitude become -127 to 127, and its inverse."""
     is_zero = largest < SMALLEST_ROUNDED
     inverse = (torch.full_like(largest, INT8_LARGEST) / largest).masked_fill(is_zero, 0.0)
-    return inverse, (largest / INT8_LARGEST).masked_fill(is_zero, 0.0)
+    return (largest / INT8_LARGEST).masked_fill(is_zero, 0.0), inverse
 
 
 def _composite(
@@ -737,8 +738,8 @@ def _composite(
     if not by_section:
         return output
     # Derivatives are those of the numbers before.
-    with torch.no_grad():
-        error = error_of_sections(weight, scale, zero)
+    factors = (None if it is None else it.detach() for it in (scale, zero))
+    error = error_of_sections(weight, *factors)  # type: ignore[arg-type]
     return output + F.linear(input.detach(), error.to(input.dtype))
 
 

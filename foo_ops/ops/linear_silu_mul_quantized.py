@@ -48,9 +48,8 @@ def linear_silu_mul_quantized(
         and `linear_int4`, and are rounded to input's dtype before the gate, as the result is. They
         are not rounded, and never in memory as a whole, with ``activations=8`` and more than 64
         rows, or more than 16 if there are groups, or any by section, unless gradients are recorded.
-        The result does
-        not depend on the number of threads. Has gradients for input, scale and zero, of every
-        order.
+        The result does not depend on the number of threads. Has gradients for input, scale and
+        zero, of every order.
 
     Raises:
         ValueError: for shapes that do not fit together, other numbers of bits, and by_section

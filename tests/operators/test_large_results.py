@@ -189,7 +189,7 @@ def freed_lazily(place):
 
 
 def test_the_system_may_take_the_pages_of_memory_that_waits_long(nothing_waits):
-    """Not of the 64 MB that were freed last, which the next results are likely to take."""
+    """The 64 MB that were freed last stay, since the next results are likely to take them."""
     first, second, third = (negated(size) for size in (16, 56, 8))
     places = [it.data_ptr() for it in (first, second, third)]
     del first

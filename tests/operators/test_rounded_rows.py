@@ -18,6 +18,7 @@ from foo_ops.testing import (
     cotangents_for,
 )
 from foo_ops.testing.specs.linear import (
+    gate_of,
     int4_sample,
     int8_groups_sample,
     int8_sample,
@@ -215,6 +216,28 @@ def test_tangents(spec, make):
     expected = spec.reference(tangent.double(), *wide[:-1], *zero, **unrounded)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output, call(input), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("how", [rounded, rounded_by_section])
+@pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
+def test_derivatives_agree_forward_and_backward(spec, make, how, is_gated):
+    """Of all floating-point arguments: along random tangents and cotangents."""
+    sample, operator = how(make("both", (3,), 19, 10, has_bias=False))(torch.float32), spec.operator
+    if is_gated:
+        sample = gate_of(lambda _: sample)(torch.float32)
+        operator = torch.ops.foo.linear_silu_mul_quantized.default
+    numbers = [it for it in sample.inputs if it.is_floating_point()]
+    tangents = tuple(torch.randn_like(it) for it in numbers)
+
+    def call(input, *factors):
+        return operator(input, sample.inputs[1], *factors, **sample.keywords)
+
+    output, forward = torch.func.jvp(call, tuple(numbers), tangents)
+    cotangent = torch.randn_like(output)
+    _, pull = torch.func.vjp(call, *numbers)
+    backward = sum((a * b).sum() for a, b in zip(pull(cotangent), tangents, strict=True))
+    torch.testing.assert_close((forward * cotangent).sum(), backward, rtol=1e-4, atol=1e-3)
 
 
 def test_a_row_of_one_scale_is_not_sharded():

@@ -23,15 +23,18 @@ bool holds_integers(const void* memory, const at::Tensor& sample, int64_t step, 
                     int64_t every) {
   const auto* now = static_cast<const Integer*>(memory);
   const auto* noted = static_cast<const Integer*>(sample.const_data_ptr());
+  const int64_t count = sample.numel();
   Integer difference = 0;
-  for (int64_t index = begin; index < sample.numel(); index += every) {
+  for (int64_t index = begin; index < count; index += every) {
     difference |= now[index * step] ^ noted[index];
   }
+  if (count > 0) difference |= now[(count - 1) * step] ^ noted[count - 1];
   return difference == 0;
 }
 
 // Whether a weight, from an element of its memory on, has this sample of elements that are `step`
-// apart. From the one at `begin` on, one of `every` so many is compared.
+// apart. From the one at `begin` on, one of `every` so many is compared, and the last one, which
+// shows appended rows.
 bool holds_sample(const at::Tensor& weight, int64_t first, int64_t step, const at::Tensor& sample,
                   int64_t begin, int64_t every) {
   const auto size = static_cast<int64_t>(weight.element_size());

@@ -39,7 +39,7 @@ std::optional<size_t> bytes_of_variable(const char* name) {
 namespace {
 
 constexpr size_t kPartOfMachine = 16;
-// As much as the C library keeps of freed memory at the end of its heap.
+// The C library keeps up to as much of freed memory at the end of its heap.
 constexpr size_t kHotBytes = size_t{64} << 20;
 
 size_t physical_bytes() {
@@ -135,14 +135,18 @@ class ResultMemory {
     return block;
   }
 
-  // Lets Linux take the pages of blocks for which the last ones leave no room in kHotBytes. That
-  // takes no page away that is needed again at once, and the other processors need not hear of it.
+  // Lets Linux take the pages of all waiting blocks but the last ones, which are needed again soon:
+  // every processor would have to hear of it, 0.1 ms for 4 MB on two. The lock is held, since a
+  // result that is written meanwhile would be lost. It takes 1 % of the time of writing 128 MB, and
+  // no page is cleared again.
   void advise() {
 #ifdef MADV_FREE
     size_t hot = 0;
     for (auto block = waiting_.rbegin(); block != waiting_.rend(); ++block) {
+      // All that have waited longer are advised, too.
+      if (block->is_advised) return;
       hot += block->bytes;
-      if (hot <= kHotBytes || block->is_advised) continue;
+      if (hot <= kHotBytes) continue;
       madvise(block->memory, block->bytes, MADV_FREE);
       block->is_advised = true;
     }

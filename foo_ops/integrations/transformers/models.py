@@ -173,8 +173,9 @@ def apply(
         activations: 8: linear layers with weights of 8 or 4 bits, of ``quantize`` or of a
             checkpoint, round their inputs to 8 bits, and multiply integers: prompts are read faster
             than with bfloat16 weights. Each row has a scale, or each group if the weights have
-            groups (`foo_ops.linear_int8`); this is less exact than ``quantize`` alone. Experts, and
-            weights of float8_e4m3fn, take inputs as they are.
+            groups, and from 256 rows on then each section of 512 numbers (`foo_ops.linear_int8`);
+            this is less exact than ``quantize`` alone. Experts, and weights of float8_e4m3fn, take
+            inputs as they are.
         keep_weights: with False and ``quantize``, weights of linear layers and experts are freed
             once they are quantised: the model takes the memory of the integers, is for inference
             and for training adapters (peft), and cannot be restored. `save_quantized` writes it.

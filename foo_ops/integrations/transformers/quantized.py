@@ -55,9 +55,9 @@ PARTS = 16
 LEAST_OF_PART = 2**15
 """Elements of a part."""
 FEWER_SAMPLES = 8
-"""If a part is compared, so is one of so many elements of the sample. Each is a page of its own,
-which a processor has to look up: with 256, a prompt of 768 takes 1.09 times as long on two threads
-of an Intel."""
+"""If some parts are compared, so is one of so many elements of the sample, others in each call.
+Each is a page of its own, which a processor has to look up: with all of them, a prompt of 768 takes
+1.09 times as long on two threads of an Intel."""
 
 
 class Numbers(NamedTuple):
@@ -148,8 +148,8 @@ class Source:
 
     Autograd's version counter shows writes to a tensor, and a tensor that replaces it has another
     address. Nothing counts writes through ``.data``, by which adapters are merged
-    (``weight.data += delta``): the sample shows them if most elements change, the totals if any
-    does.
+    (``weight.data += delta``): the sample shows them if most elements change, also if they change
+    places, and the totals if any has other bits.
     """
 
     def __init__(self, weight: Tensor, numbers: Numbers, is_current: bool = True) -> None:
@@ -173,7 +173,7 @@ class Source:
         # Tensors with gaps, or on other devices, are read by operators.
         self.is_readable = weight.is_cpu and is_dense(weight)
         self.parts = parts_of(weight)
-        self.next_part = 0
+        self.next_part = self.turn = 0
         self.note = note_of(weight)
         """Address, place and version in a tensor, for compiled graphs."""
         if not is_current:
@@ -188,7 +188,7 @@ class Source:
 
         Args:
             weight: a matrix.
-            parts: how many parts are compared, and then fewer elements of the sample.
+            parts: how many parts are compared; if not all, so is a part of the sample.
         """
         return (
             weight.untyped_storage()._cdata == self.address
@@ -203,10 +203,9 @@ class Source:
         sample = self.numbers.sample
         if not self.is_readable:
             return torch.equal(weight.as_strided(*self.sampled), sample)
-        if parts >= len(self.parts):
-            return True  # all numbers are compared
-        every = FEWER_SAMPLES if parts > 0 else 1
-        return holds_sample(weight, self.first, self.step, sample, self.next_part % every, every)
+        every = FEWER_SAMPLES if 0 < parts < len(self.parts) else 1
+        self.turn = (self.turn + 1) % every
+        return holds_sample(weight, self.first, self.step, sample, self.turn, every)
 
     def holds_parts(self, weight: Tensor, count: int) -> bool:
         """Check the totals of this many parts, from the next one on.
@@ -231,7 +230,8 @@ GROUP_SIZES = (64, 32)
 """For 4 bits, in the order in which they are tried: weights per scale and zero."""
 MANY_ROWS, ROWS_FOR_ALL = 256, 8192
 """From how many rows on a product reads a part of the weight itself, and from how many on all of
-it: a few percent of the time. All of it takes 16 percent for 768 rows of bytes on a matrix unit."""
+it: a few percent of the time. All of it takes 16 percent for 768 rows of bytes on a matrix unit.
+From MANY_ROWS on it also rounds by section, and is computed together with its gate."""
 
 lock = threading.RLock()
 """Held while copies are renewed, so that no other thread reads a half-written one."""
@@ -407,13 +407,10 @@ def quantized_product(
     """
     if table is not None:
         return torch.ops.foo.linear_table4.default(input, weight, scale, table, bias)
-    if input.dtype == torch.float64:
-        activations = None
-    by_section = activations is not None and scale.dim() == 2 and has_many_rows(input)
-    rounding: Any = {"activations": activations, "by_section": by_section}
+    if zero is None and weight.dtype != torch.int8:
+        return torch.ops.foo.linear_fp8.default(input, weight, scale, bias)
+    rounding = rounding_of(input, scale, activations)
     if zero is None:
-        if weight.dtype != torch.int8:
-            return torch.ops.foo.linear_fp8.default(input, weight, scale, bias)
         return torch.ops.foo.linear_int8.default(input, weight, scale, bias, **rounding)
     group_size = 2 * weight.shape[1] // scale.shape[1]
     return torch.ops.foo.linear_int4.default(
@@ -421,11 +418,19 @@ def quantized_product(
     )
 
 
-def has_many_rows(input: Tensor) -> bool:
-    """Whether an input has rows enough for kernels that work once for all of them.
+def rounding_of(input: Tensor, scale: Tensor, activations: int | None) -> dict[str, Any]:
+    """Return the arguments by which a product with weights of integers rounds its input."""
+    if activations is None or input.dtype == torch.float64:
+        return {"activations": None}
+    by_section = scale.dim() == 2 and has_many_rows(input)
+    return {"activations": activations, "by_section": by_section}
 
-    256 rows and weights of 4 bits in groups of 64 take by section 0.53 of the time on a matrix
-    unit, and 0.91 on vectors; 64 rows 0.93 and 1.09.
+
+def has_many_rows(input: Tensor) -> bool:
+    """Whether an input has MANY_ROWS.
+
+    With weights of 4 bits in groups of 64, these take by section 0.53 of the time on a matrix unit,
+    and 0.91 on vectors; 64 rows 0.93 and 1.09.
 
     An exported program for any number of rows cannot know; a compiled one is compiled for both.
     """
@@ -908,10 +913,8 @@ def gated_product(input: Tensor, operands: Operands, rows: Sequence[int]) -> Ten
     """Return silu(gate) * up, from one weight with the rows of both."""
     if is_gated_at_once(input, operands):
         weight, scale, zero, _, activations, _ = operands
-        by_section = scale.dim() == 2
-        return linear_silu_mul_quantized(
-            input, weight, scale, zero, activations=activations, by_section=by_section
-        )
+        rounding = rounding_of(input, scale, activations)
+        return linear_silu_mul_quantized(input, weight, scale, zero, **rounding)
     return silu_mul(*quantized_product(input, *operands).split_with_sizes(rows, -1))
 
 

@@ -551,6 +551,12 @@ def _make_band(CODES: str, ROWS: int, WIDTH: int) -> Callable:
 
 
 @njit
+def is_rounded_again(product):
+    """Whether weights of groups are rounded to bytes, since a section is a cut."""
+    return product.group_size != 0 and product.group_size != product.cut_size
+
+
+@njit
 def count_of_section(product, start):
     """Return the number of steps of the section from ``start`` on."""
     return min(product.left_row_stride, product.depth - start)
@@ -728,7 +734,7 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
 
     @njit
     def largest_of_section(memory, groups, column):
-        """Return the bits of the largest magnitudes that any codes of LANES columns may have."""
+        """Return the bits of the largest magnitudes that numbers of LANES columns may have."""
         found = splat(types.int32(0), LANES)
         for group in range(groups):
             place = group * WIDTH + column
@@ -739,7 +745,10 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
 
     @njit
     def round_again(memory, panel, codes, groups, size):
-        """Round the numbers of a section's codes to bytes, with a scale for each column."""
+        """Round the numbers of a section's codes to bytes, with one scale for each column.
+
+        These take the place of the first group's scales.
+        """
         quads = size // PER_BYTE // LANE_BYTES
         for column in range(0, WIDTH, LANES):
             scale, inverse = scale_of_bytes(largest_of_section(memory, groups, column))
@@ -777,7 +786,7 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
         size = product.group_size
         if not HAS_ZEROS:
             transpose_bytes(panel, memory.square, source, stride, columns, count)
-            if size != 0 and size != product.cut_size:
+            if is_rounded_again(product):
                 round_again(memory, panel, panel, count // size, size)
             return False
         zeros = shift(product.zero, column * product.zero_column_stride + start // size)
@@ -786,7 +795,7 @@ def _make_panel_packer(CODES: str, WIDTH: int) -> Callable:
         )
         codes = as_quads(address_of(memory.codes))
         transpose_bytes(codes, memory.square, source, stride, columns, count // PER_BYTE)
-        if size != product.cut_size:
+        if is_rounded_again(product):
             round_again(memory, panel, codes, count // size, size)
             return False
         return split_panel(memory, panel, count // size, size)

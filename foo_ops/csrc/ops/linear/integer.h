@@ -37,8 +37,8 @@ struct Layout<IntegerRows> {
 };
 static_assert(is_whole<IntegerRows>());
 
-// A product whose left matrix are the integers of IntegerRows; the row stride is the section. If a
-// cut is a section of several groups, the weights are rounded to 8 bits, with a scale for a
+// A product whose left matrix are the integers of IntegerRows; the row stride is the section. If
+// weights have groups, but a cut is a section, they are rounded to 8 bits with a scale for a
 // column's section.
 struct IntegerProduct {
   QuantizedProduct quantized;
