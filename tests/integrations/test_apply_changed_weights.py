@@ -205,15 +205,17 @@ def test_changes_of_most_numbers_are_seen_by_the_next_call(calls, change):
 
 
 @pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
-@pytest.mark.parametrize("sizes", [(16, 48), (128, 96), (512, 512)])
-def test_another_order_in_place_is_seen(sizes, sight):
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows"), [(16, 48, 2), (128, 96, 2), (128, 96, 96), (512, 512, 512)]
+)
+def test_another_order_in_place_is_seen(inputs, outputs, rows, sight):
     """The totals of a part do not change with the order of its numbers."""
-    model, input = nn.Sequential(nn.Linear(*sizes)).eval(), torch.randn(1, sizes[0])
+    model, input = nn.Sequential(nn.Linear(inputs, outputs)).eval(), torch.randn(1, inputs)
     apply(model, quantize=8)
     with torch.no_grad():
         model(input)
-        weight = model[0].weight.data
-        weight.copy_(weight.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))
+        exchanged = model[0].weight.data[:rows]
+        exchanged.copy_(exchanged.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))
         result, expected = sight(model, input), quantised_again(model)(input)
     torch.testing.assert_close(result[:1], expected)
 
