@@ -206,7 +206,7 @@ def test_changes_of_most_numbers_are_seen_by_the_next_call(calls, change):
 
 @pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "rows"), [(16, 48, 2), (128, 96, 2), (128, 96, 96), (512, 512, 512)]
+    ("inputs", "outputs", "rows"), [(16, 48, 2), (128, 96, 2), (512, 512, 256)]
 )
 def test_another_order_in_place_is_seen(inputs, outputs, rows, sight):
     """The totals of a part do not change with the order of its numbers."""
@@ -214,10 +214,10 @@ def test_another_order_in_place_is_seen(inputs, outputs, rows, sight):
     apply(model, quantize=8)
     with torch.no_grad():
         model(input)
-        exchanged = model[0].weight.data[:rows]
-        exchanged.copy_(exchanged.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))
-        result, expected = sight(model, input), quantised_again(model)(input)
-    torch.testing.assert_close(result[:1], expected)
+        for some in model[0].weight.data.split(rows)[::3]:
+            some.copy_(some.unflatten(0, (-1, 2)).flip(1).flatten(0, 1))
+            result, expected = sight(model, input), quantised_again(model)(input)
+            torch.testing.assert_close(result[:1], expected)
 
 
 @pytest.mark.parametrize("index", [(3, 5), (0,), (20,), (slice(None), slice(3))])
