@@ -16,8 +16,9 @@ from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 import foo_ops
-from foo_ops.integrations.transformers import apply, restore
+from foo_ops.integrations.transformers import apply, quantized, restore
 from foo_ops.integrations.transformers.quantized import (
+    FEWER_SAMPLES,
     LEAST_OF_PART,
     MANY_ROWS,
     PARTS,
@@ -202,6 +203,26 @@ def test_changes_of_most_numbers_are_seen_by_the_next_call(calls, change):
             model(input)
         change(model[0].weight.data[-(-rows * (calls + 1) // PARTS) :])
         assert torch.equal(model(input), quantised_again(model)(input))
+
+
+@pytest.mark.parametrize("rows", [MANY_ROWS, 8 * MANY_ROWS])
+def test_long_calls_compare_all_of_the_sample_in_turns(rows, monkeypatch):
+    """Also with other calls between them."""
+    compared, whole = set(), quantized.holds_sample
+
+    def spied(weight, first, step, sample, begin, every):
+        if every > 1:
+            compared.update(range(begin, len(sample), every))
+        return whole(weight, first, step, sample, begin, every)
+
+    monkeypatch.setattr(quantized, "holds_sample", spied)
+    model, input = nn.Sequential(nn.Linear(515, 1027)).eval(), torch.randn(rows, 515)
+    apply(model, quantize=8)
+    with torch.no_grad():
+        for _ in range(FEWER_SAMPLES):
+            model(input)
+            model(input[:1])
+    assert compared == set(range(len(quantized.sample_of(model[0].weight))))
 
 
 @pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)

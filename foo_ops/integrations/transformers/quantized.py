@@ -203,9 +203,11 @@ class Source:
         sample = self.numbers.sample
         if not self.is_readable:
             return torch.equal(weight.as_strided(*self.sampled), sample)
-        every = FEWER_SAMPLES if 0 < parts < len(self.parts) else 1
-        self.turn = (self.turn + 1) % every
-        return holds_sample(weight, self.first, self.step, sample, self.turn, every)
+        begin, every = 0, 1
+        if 0 < parts < len(self.parts):
+            begin = self.turn = (self.turn + 1) % FEWER_SAMPLES
+            every = FEWER_SAMPLES
+        return holds_sample(weight, self.first, self.step, sample, begin, every)
 
     def holds_parts(self, weight: Tensor, count: int) -> bool:
         """Check the totals of this many parts, from the next one on.
