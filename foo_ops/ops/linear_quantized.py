@@ -679,16 +679,15 @@ def fake_int4(
 
 def rounded_rows(input: Tensor, groups: int | None, by_section: bool = False) -> Tensor:
     """Round rows to 8 bits as the kernels do; the gradient passes straight through."""
-    depth, numbers = input.shape[-1], input.detach().float()
     if by_section:
-        columns = _in_sections(numbers, SECTION)
-    else:
-        # One scale for a row is that of one group.
-        count = 1 if groups is None else groups
-        columns = numbers.reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
+        return torch.cat([rounded_rows(it, None) for it in input.split(SECTION, -1)], -1)
+    depth, numbers = input.shape[-1], input.detach().float()
+    # One scale for a row is that of one group.
+    count = 1 if groups is None else groups
+    columns = numbers.reshape(*input.shape[:-1], count, depth // torch.sym_max(count, 1))
     # There may be no steps.
     scale, inverse = _scale_of_bytes(F.pad(columns.abs(), (0, 1)).amax(-1, keepdim=True))
-    rounded = ((columns * inverse).round() * scale).flatten(-2)[..., :depth]
+    rounded = ((columns * inverse).round() * scale).reshape(input.shape)
     return input.float() - numbers + rounded
 
 
