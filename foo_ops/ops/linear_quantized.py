@@ -737,8 +737,7 @@ def _composite(
     if not by_section:
         return output
     # Derivatives are those of the numbers before.
-    factors = (None if it is None else it.detach() for it in (scale, zero))
-    error = error_of_sections(weight, *factors)  # type: ignore[arg-type]
+    error = error_of_sections(weight, scale.detach(), None if zero is None else zero.detach())
     return output + F.linear(input.detach(), error.to(input.dtype))
 
 

@@ -222,7 +222,7 @@ def test_tangents(spec, make):
 @pytest.mark.parametrize("how", [rounded, rounded_by_section])
 @pytest.mark.parametrize(("spec", "make"), OF_GROUPS, ids=["int8", "int4"])
 def test_derivatives_agree_forward_and_backward(spec, make, how, is_gated):
-    """Of all floating-point arguments: along random tangents and cotangents."""
+    """All floating-point arguments are differentiated, along random tangents and cotangents."""
     sample, operator = how(make("both", (3,), 19, 10, has_bias=False))(torch.float32), spec.operator
     if is_gated:
         sample = gate_of(lambda _: sample)(torch.float32)
